@@ -34,6 +34,7 @@ from trainer.student.check import check_rank, check_student
 from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.teacher_heads import load_heads
+from trainer.vision.images import sight_of
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
@@ -128,6 +129,7 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     )
     check_rank(rank, exact, longest)
     rank.layers = layers
+    rank.sight = sight_of(config, student.model, device)
     rank.recorder = recorder_of(config, 0 if spec is None else spec.rank)
     if config.log.replay:
         number, ranks = (0, 1) if spec is None else (spec.rank, spec.ranks)

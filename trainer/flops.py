@@ -15,10 +15,15 @@ could have computed in the time of the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from trainer.vision.parts import language_model, parameters_that_see
+
+if TYPE_CHECKING:
+    from async_opd.core.samples import Header
 
 MULTIPLY_ADD, WITH_BACKWARD = 2, 3
 """FLOPs of a product's entry; and of forward plus backward, as a multiple of the forward pass."""
@@ -35,13 +40,17 @@ class ModelSize:
     of the experts that a token is sent to. ``head``: entries of the head. A frozen entry counts two
     thirds in both. ``attention``: query plus
     value width over all heads of a layer. ``windows``: for each layer how many tokens a token
-    attends to at most, itself included, or None for all before it.
+    attends to at most, itself included, or None for all before it. ``tower`` and ``projector``:
+    entries of matrices that see, ``patches`` of which a token of an image is made.
     """
 
     decoder: int
     head: int
     attention: int
     windows: tuple[int | None, ...]
+    tower: int = 0
+    projector: int = 0
+    patches: int = 1
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
@@ -52,7 +61,19 @@ class ModelSize:
             _counted(model.get_output_embeddings().weight),
             _attention(settings),
             _windows(settings),
+            *_seeing(model),
         )
+
+    def of_sample(self, header: Header, image_tokens: int = 0, dense: bool = False) -> float:
+        """FLOPs of a sample: linear in its tokens and in its images', and attention's.
+
+        Without attention's where it computes whole packed rows (``dense``), whatever is in them;
+        without that of the tower, which is within each image.
+        """
+        size = replace(self, windows=()) if dense else self
+        of_tokens = size.training_flops([header.tokens], [header.response_tokens])
+        entries = self.tower * self.patches + self.projector
+        return of_tokens + float(MULTIPLY_ADD * WITH_BACKWARD * entries * image_tokens)
 
     def training_flops(self, lengths: Sequence[int], responses: Sequence[int]) -> float:
         """FLOPs of forward and backward pass of sequences with these tokens and response tokens."""
@@ -74,7 +95,7 @@ def _decoder(model: Any, settings: Any) -> int:
     apart = {id(weight) for weight in (*tables, model.get_output_embeddings().weight)}
     experts = next((getattr(settings, name) for name in EXPERTS if hasattr(settings, name)), None)
     entries = 0
-    for parameter in model.parameters():
+    for parameter in language_model(model).parameters():
         if parameter.ndim < 2 or id(parameter) in apart:
             continue
         stacked = parameter.ndim == 3 and parameter.shape[0] == experts
@@ -86,6 +107,21 @@ def _decoder(model: Any, settings: Any) -> int:
 def _counted(weight: torch.Tensor) -> int:
     """Entries of a matrix; two thirds of them if it is frozen."""
     return weight.numel() if weight.requires_grad else weight.numel() * 2 // 3
+
+
+def _seeing(model: Any) -> tuple[int, int, int]:
+    """Entries of tower and projector, and the patches of a token of an image.
+
+    Nothing before a frozen tower is trained: it has no backward pass, and its entries count a
+    third.
+    """
+    entries = {"vision_tower": 0, "projector": 0}
+    for part, _, parameter in parameters_that_see(model):
+        if parameter.ndim >= 2:
+            numel = parameter.numel()
+            entries[part] += numel if parameter.requires_grad else numel // WITH_BACKWARD
+    merged = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", 1)
+    return entries["vision_tower"], entries["projector"], int(merged) ** 2
 
 
 def _attention(settings: Any) -> int:

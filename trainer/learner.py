@@ -146,7 +146,7 @@ class Learner:
         else:
             self._consecutive_skips = 0
         self._step += 1
-        seconds, flops = time.perf_counter() - started, plan.flops(self._rank.size)
+        seconds, flops = time.perf_counter() - started, plan.flops(self._rank)
         metrics = {
             **means,
             **self._balancing.trained(means, fault),
@@ -246,7 +246,7 @@ class Learner:
         ranks = self._rank_group.ranks
         some = [i for i in counted if ranks == 1 or headers[i].response_tokens]
         lengths = [headers[i].tokens for i in some]
-        costs = [self._rank.cost(headers[i].tokens, headers[i].response_tokens) for i in some]
+        costs = [self._rank.cost(headers[i]) for i in some]
         assigned = assign_micro_batches(lengths, self._row_tokens, ranks // self._sharing, costs)
         return [[[some[i] for i in group] for group in groups] for groups in assigned]
 

@@ -20,6 +20,7 @@ import torch
 
 from async_opd.config.device_defaults import offloads
 from async_opd.core.arrays import Int32
+from async_opd.core.samples import Header
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.micro_batches import Factors, MicroBatch, scaled
 from trainer.batches.packing import Row, Vocabularies, pack
@@ -53,6 +54,8 @@ from trainer.student.reduction import all_reduce_once, reducing_last
 from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.sharding import full_tensor, reshard, shard
 from trainer.utilization import MemoryUse, memory_use, peak_tflops
+from trainer.vision.images import Sight, images_of
+from trainer.vision.parts import attention_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,6 +108,7 @@ class Rank:
         self.keeper: Keeper | None = None  # with ``log.replay``
         self.layers: CompiledLayers | None = None  # with ``train.compile``
         self._objective = objective
+        self.sight: Sight | None = None  # of a student that sees
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
         self.peak_tflops = peak_tflops(device, self.half, train.peak_tflops)
@@ -165,19 +169,20 @@ class Rank:
             self.keeper.computed = own
         if self.recorder is not None:
             self.recorder.begin()
+        if self.sight is not None:
+            self.sight.begin([rollout for one in own for rollout in one.rollouts])
         given = reducing_last(self._student_loss, own) if self.reduces_once else own
         sums = merged([self._backward(one) for one in given])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         return BackwardResult(sums, float(full_tensor(norm)))
 
-    def cost(self, tokens: int, response: int) -> float:
-        """Model FLOPs of a sample: a part linear in its tokens, and attention's, quadratic in them.
+    def cost(self, header: Header) -> float:
+        """Model FLOPs of a sample: see ``ModelSize.of_sample``."""
+        dense = attention_of(self.model) in ("sdpa", "eager")
+        return self.size.of_sample(header, self.image_tokens(header), dense)
 
-        Without the latter where attention computes whole packed rows, whatever is in them.
-        """
-        dense = self.model.config._attn_implementation in ("sdpa", "eager")
-        size = replace(self.size, windows=()) if dense else self.size
-        return size.training_flops([tokens], [response])
+    def image_tokens(self, header: Header) -> int:
+        return self.sight.tokens(header.images) if self.sight else 0
 
     def apply(self, rate: float | None) -> MemoryUse | None:
         """Makes one optimizer step at this learning rate, none for None; frees the gradients.
@@ -198,10 +203,7 @@ class Rank:
         return self.keeper.keep(self.model, result, self.kernels())
 
     def kernels(self) -> dict[str, str]:
-        """Which parts of a step run ``compiled``, and which ``eager``, by the last choice.
-
-        It depends on measured times, and on what could be compiled: it may differ between two runs.
-        """
+        """Which parts of a step run ``compiled``, and which ``eager``: by times that differ."""
         run = objective_run(self._objective, self.device.type)
         parts = {"objective": run, "decoder layers": self.layers}
         return {
@@ -229,8 +231,7 @@ class Rank:
     def offload(self) -> None:
         """Moves weights and optimizer to host memory, between two steps; frees the GPU's.
 
-        ``capture`` works there too, and ``exported`` of a single rank. Teachers' heads stay on the
-        GPU.
+        ``capture`` works there, and ``exported`` of a single rank. Teachers' heads stay on the GPU.
         """
         if not self._on_host:
             move(self._student_loss, self.optimizer, torch.device("cpu"))
@@ -301,10 +302,9 @@ class Rank:
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts."""
         packed = pack(micro_batch.samples, micro_batch.token_weights)
-        if self.recorder is not None:
-            packed = self.recorder.mark(packed, micro_batch)
-        if self._context is not None:
-            packed = self._context.share(packed)
+        packed = replace(packed, images=images_of(self.sight, micro_batch))
+        packed = packed if self.recorder is None else self.recorder.mark(packed, micro_batch)
+        packed = packed if self._context is None else self._context.share(packed)
         metrics: Metrics = {}
         there = packed.to(self.device)
         # Without rows there is nothing to compute, but of several ranks each runs every collective.
@@ -334,7 +334,7 @@ class Rank:
 
     def logits(self, row: Row) -> torch.Tensor:
         """Logits [T, V] of all tokens of a row, as they are computed in training; a collective."""
-        across = self._context if self.model.config._attn_implementation == ACROSS else None
+        across = self._context if attention_of(self.model) == ACROSS else None
         own = row if across is None else across.share(row)
         with torch.no_grad(), self.precision():
             logits, _ = self._student_loss(own.to(self.device))

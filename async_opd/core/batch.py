@@ -32,7 +32,9 @@ from async_opd.core.uid import Uid
 Item = Group | Rollout | Sample | DeadLetter
 T = TypeVar("T", Group, Rollout, Sample, DeadLetter)
 Element = TypeVar("Element")
-HeaderFields = tuple[Uid, int, int, int, str, int, FinishReason, float | None, str]
+HeaderFields = tuple[
+    Uid, int, int, int, str, int, FinishReason, float | None, str, str, tuple[tuple[int, int], ...]
+]
 """The fields of Header, in order."""
 
 MESSAGE_BYTES = 64 << 20

@@ -238,6 +238,7 @@ class Rollout:
             self.finish_reason,
             self.reward,
             self.prompt.data_source,
+            images=tuple((one.width, one.height) for one in (*self.prompt.media, *self.media)),
         )
 
 
@@ -287,8 +288,8 @@ class Header:
     """The fields of a queued item that are read without decoding its payload.
 
     ``tokens`` are those of prompt and response, of which ``response_tokens`` are the response's.
-    ``scores`` is the name of a sample's kind of scores. Of other items than rollouts and samples
-    the fields with defaults are not set.
+    ``scores`` is the name of a sample's kind of scores. ``images`` are widths and heights, in
+    pixels. Of other items than rollouts and samples the fields with defaults are not set.
     """
 
     uid: Uid
@@ -301,6 +302,7 @@ class Header:
     reward: float | None = None
     data_source: str = ""
     scores: str = ""
+    images: tuple[tuple[int, int], ...] = ()
 
     def staleness(self, version: int) -> int:
         """The trainer's ``version`` minus the oldest token's, at least 0."""

@@ -82,6 +82,7 @@ class TrainSettings:
     reduce_gradients: str = "auto"
     threads: int | str = "auto"
     peak_tflops: float | None = None
+    freeze: tuple[str, ...] = ()
     lora: None = None
     routing: str = "own"
     compile: bool = False

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from async_opd.core.samples import Header, Sample
+from async_opd.core.samples import Header, Rollout, Sample
 from trainer.batches.packing import group_by_budget
 from trainer.batches.token_weights import TokenWeight
+from trainer.vision.images import of_rollout
 
 Groups = list[list[int]]
 
@@ -30,18 +31,24 @@ class MicroBatch:
 
     With ``counts`` false it only keeps its rank in step with the others: its tokens weigh 0, and no
     metric contains them. With ``supervised`` true the loss is the responses' cross entropy, not the
-    run's objective.
+    run's objective. ``images`` are encoded, by SHA-256.
     """
 
     samples: tuple[Sample, ...]
     token_weights: tuple[TokenWeight, ...]
     counts: bool = True
     supervised: bool = False
+    images: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The samples' rollouts."""
+        return [sample.rollout for sample in self.samples]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the samples' arrays."""
-        return sum(sample.nbytes for sample in self.samples)
+        """Bytes of the samples' arrays, and of their images."""
+        return sum(sample.nbytes for sample in self.samples) + sum(map(len, self.images.values()))
 
 
 Factors = Mapping[str, float] | None
@@ -71,10 +78,18 @@ class PlannedMicroBatch:
     counts: bool = True
     supervised: bool = False
 
-    def of(self, samples: Mapping[int, Sample] | Sequence[Sample]) -> MicroBatch:
-        """The micro-batch with its samples."""
+    def of(
+        self,
+        samples: Mapping[int, Sample] | Sequence[Sample],
+        encoded: Mapping[str, bytes] | None = None,
+    ) -> MicroBatch:
+        """The micro-batch with its samples, and those of the ``encoded`` images that they show."""
         chosen = tuple(samples[index] for index in self.indices)
-        return MicroBatch(chosen, self.token_weights, self.counts, self.supervised)
+        shown = [one.sha256 for sample in chosen for one in of_rollout(sample.rollout)]
+        images = (
+            {sha256: encoded[sha256] for sha256 in shown if sha256 in encoded} if encoded else {}
+        )
+        return MicroBatch(chosen, self.token_weights, self.counts, self.supervised, images)
 
 
 def assign_micro_batches(

@@ -25,6 +25,7 @@ from async_opd.core.sequence import indices
 from trainer.batches.token_weights import TokenWeight
 from trainer.batches.unsent_mass import estimate_log_rest
 from trainer.losses.base import TeacherStates, Tokens
+from trainer.vision.images import RowImages
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,14 @@ class Row:
     """Sequences one after the other, T tokens in all: input ids and position ids [1, T].
 
     ``starts`` int32 [n + 1] are the first token of each sequence, and T; ``longest`` is the number
-    of tokens of the longest one.
+    of tokens of the longest one. ``images`` are those of a row of a student that sees.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     starts: torch.Tensor
     longest: int
+    images: RowImages | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, ids: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Row:
@@ -57,7 +59,7 @@ class Row:
         moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=True)
             for f in fields(self)
-            if isinstance(value := getattr(self, f.name), torch.Tensor)
+            if isinstance(value := getattr(self, f.name), torch.Tensor | RowImages)
         }
         return replace(self, **moved)
 

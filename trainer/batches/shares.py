@@ -25,7 +25,7 @@ from trainer.batches.packing import Vocabularies, refuse_foreign_tokens
 from trainer.batches.repetition import repetition
 
 if TYPE_CHECKING:
-    from trainer.flops import ModelSize
+    from trainer.rank import Rank
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,10 @@ class Plan:
         every = (one for own in self.micro_batches for one in own if one.counts)
         return [self.headers[index] for one in every for index in one.indices]
 
-    def flops(self, size: ModelSize) -> float:
+    def flops(self, rank: Rank) -> float:
         """Model FLOPs of the batch; no loss depends on a sample without a response."""
         computed = [header for header in self.computed if header.response_tokens]
-        responses = [header.response_tokens for header in computed]
-        return size.training_flops([header.tokens for header in computed], responses)
+        return sum(rank.size.of_sample(one, rank.image_tokens(one)) for one in computed)
 
     def shares(self, leases: Sequence[int], ranks: int, number: int) -> list[Share]:
         """The share of each rank; ``leases`` are those of the headers.

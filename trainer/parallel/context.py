@@ -28,6 +28,7 @@ from trainer.student.attention import (
     register_kernel,
     varlen,
 )
+from trainer.vision.parts import attention_of, set_attention_of
 
 ACROSS = "packed_across_ranks"
 """Name in transformers' registry."""
@@ -64,9 +65,9 @@ class Context:
         if heads % self.size:
             ranks = f"{heads} heads do not divide by {self.size} ranks"
             note(f"attention: {ranks}, which gather all keys and values of a row")
-        kernel = KERNELS.get(model.config._attn_implementation, by_sequence)
+        kernel = KERNELS.get(attention_of(model), by_sequence)
         register_kernel(ACROSS, partial(attend_across, kernel, self.group))
-        model.set_attn_implementation(ACROSS)
+        set_attention_of(model, ACROSS)
 
     def share(self, row: AnyRow) -> AnyRow:
         """This rank's share of a row (see ``shares.py``)."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from async_opd.observability.loggers.environment import cpu_name
+from trainer.vision.parts import attention_of
 
 if TYPE_CHECKING:
     from trainer.rank import Rank
@@ -24,7 +25,7 @@ def platform_of(rank: Rank) -> dict[str, str]:
         **{name: found for name in LIBRARIES if (found := _version(name))},
         "device": torch.cuda.get_device_name(rank.device) if gpu else f"{cpu_name()}, {capability}",
         "threads": str(torch.get_num_threads()),
-        "attention": str(rank.model.config._attn_implementation),
+        "attention": attention_of(rank.model),
         "reduces gradients": "once a step" if rank.reduces_once else "after each micro-batch",
     }
 

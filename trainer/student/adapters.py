@@ -22,6 +22,7 @@ from async_opd.files.safe_open import FOLDER_MODE
 from async_opd.weight_sync.layout import PEFT_PREFIX
 from trainer.saving.state import Tensors, model_state
 from trainer.student.sharding import full_tensor, is_sharded
+from trainer.vision.parts import language_model
 
 if TYPE_CHECKING:
     from async_opd.config.sections.train import LoraConfig
@@ -64,8 +65,11 @@ def halve_frozen(model: Any) -> None:
 
 def _adapted_layers(model: Any, lora: LoraConfig) -> list[str]:
     """The full names of the linear layers that get an adapter."""
-    head = model.get_output_embeddings()
-    layers = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head]
+    head, inside = model.get_output_embeddings(), set(language_model(model).modules())
+    named = [
+        (n, m) for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head
+    ]
+    layers = [name for name, module in named if module in inside]
     names = lora.adapted(layers, any(n.endswith(".experts") for n, _ in model.named_modules()))
     known = {name.rpartition(".")[2] for name in layers}
     wrong = [] if lora.targets == "all-linear" else sorted(set(lora.targets) - known)

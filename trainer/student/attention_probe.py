@@ -17,6 +17,7 @@ import torch
 from async_opd.models.model_files import OF_ATTENTION
 from trainer.student.attention import unknown_arguments
 from trainer.student.attention_choice import AttentionNeeds, Platform
+from trainer.vision.parts import set_attention_of
 
 PROBE = "packed_probe"
 LENGTHS = {"cu_seq_lens_q", "max_length_q"}
@@ -58,7 +59,7 @@ def attention_needs(model: Any) -> AttentionNeeds:
     fault = ""
     for more in (lengths, {}):  # some take no further arguments
         record = _Record.registered()
-        model.set_attn_implementation(PROBE)
+        set_attention_of(model, PROBE)
         try:
             with torch.no_grad():
                 model.base_model(**given, **more)

@@ -27,6 +27,8 @@ from async_opd.core.errors import StageError
 from trainer.batches.packing import Row
 from trainer.losses.logits import shape_logits
 from trainer.student.loss_module import UNSUPPORTED, DecoderAndHead
+from trainer.vision.images import decoded_states
+from trainer.vision.parts import attention_of, set_attention_of
 
 if TYPE_CHECKING:
     from trainer.rank import Rank
@@ -59,7 +61,7 @@ def check_student(model: Any, longest: int | None = None) -> torch.Tensor:
     """
     modules = DecoderAndHead.of(model)
     probe = _Probe.of(model, modules.linear.weight.shape[0], longest)
-    chosen = model.config._attn_implementation
+    chosen = attention_of(model)
     with torch.no_grad(), _refusing(model):
         with _attending(model, None if chosen in ON_CPU else "eager"):
             packed = probe.packed_logits(modules)
@@ -129,8 +131,7 @@ class _Probe:
     def packed_logits(self, modules: DecoderAndHead) -> torch.Tensor:
         """Logits [12, V] of both in one row, by decoder and head; float32."""
         row = self.row(*self.sequences).to(modules.linear.weight.device)
-        given = {"input_ids": row.input_ids, "position_ids": row.position_ids}
-        states = modules.decoder(**given, use_cache=False).last_hidden_state[0]
+        states = decoded_states(modules.decoder, row, {})
         return shape_logits(modules.linear(states).float(), modules.shape)
 
     def logits_alone(self, model: Any) -> torch.Tensor:
@@ -166,7 +167,7 @@ def _compare_rows(
             "trainer",
             f"packed log-probabilities of {type(model).__name__} differ from the model's own by "
             f"{difference:.3g} nats in the mean of a row, both in the precision and with the "
-            f"attention of training ({model.config._attn_implementation}); rounding explains "
+            f"attention of training ({attention_of(model)}); rounding explains "
             f"{tolerance:.3g}",
             "set train.attention to another one, or train.dtype: float32",
         )
@@ -180,14 +181,14 @@ def _between(one: torch.Tensor, other: torch.Tensor) -> float:
 @contextmanager
 def _attending(model: Any, implementation: str | None) -> Iterator[None]:
     """Sets the attention implementation during the block; None changes nothing."""
-    chosen = model.config._attn_implementation
-    if implementation not in (None, chosen):
-        model.set_attn_implementation(implementation)
+    chosen = attention_of(model)
+    if implementation is not None and implementation != chosen:
+        set_attention_of(model, implementation)
     try:
         yield
     finally:
-        if model.config._attn_implementation != chosen:
-            model.set_attn_implementation(chosen)
+        if attention_of(model) != chosen:
+            set_attention_of(model, chosen)
 
 
 @contextmanager

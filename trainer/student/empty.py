@@ -19,7 +19,7 @@ from trainer.student.stored_weights import StoredWeights
 
 
 class EmptyStudent:
-    """A causal language model without its weights, in float32 and eval mode."""
+    """A causal language model, which may see, without its weights, in float32 and eval mode."""
 
     def __init__(
         self, directory: Path, max_model_len: int | None = None, trust_remote_code: bool = False
@@ -102,12 +102,14 @@ class EmptyStudent:
 
 def _on_meta(directory: Path, trust_remote_code: bool) -> Any:
     """The model of a directory's config.json in float32 and eval mode, all of it on ``meta``."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     trust = {"trust_remote_code": trust_remote_code}
     settings = AutoConfig.from_pretrained(directory, **trust)
+    seeing = getattr(settings, "vision_config", None) is not None
+    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, **trust)
+        model = kind.from_config(settings, dtype=torch.float32, **trust)
     return model.eval()
 
 

@@ -23,6 +23,7 @@ from trainer.student.attention_choice import Attention, Platform, choose_attenti
 from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.empty import EmptyStudent
 from trainer.student.sharding import await_ranks
+from trainer.vision.parts import attention_of, freeze, set_attention_of
 
 RECOMPILE_LIMIT = 32
 """Of one function. Flex attention needs two for each kind of mask, with gradients and without."""
@@ -42,6 +43,7 @@ def empty_student(config: RunConfig, device: torch.device) -> EmptyStudent:
         max_model_len(config.rollout.engine),
         config.student.trust_remote_code,
     )
+    freeze(student.model, config.train.freeze)
     if config.train.lora is not None:
         add_adapters(student.model, config.train.lora)
     set_recomputation(student.model, config.train, device.type)
@@ -67,7 +69,7 @@ def fill_student(
         wanted = "sdpa"  # no graph has a loop over as many sequences as there are in a row
     set_attention(whole, wanted, platform, across)
     if whole is not student.model:
-        student.model.set_attn_implementation(whole.config._attn_implementation)
+        set_attention_of(student.model, attention_of(whole))
     return whole
 
 
@@ -83,26 +85,26 @@ def set_attention(model: Any, wanted: Attention, platform: Platform, across: boo
     eager where transformers has no sdpa for the model, or sdpa would be wrong.
     ``across``: ranks share each row, for which ``parallel.Context`` then sets it once more.
     """
-    settings, chosen = model.config.get_text_config(), model.config._attn_implementation
+    settings, chosen = model.config.get_text_config(), attention_of(model)
     if across:
         wanted = choose_attention(wanted, platform, attention_needs(model), across)
-        model.set_attn_implementation(chosen)
+        set_attention_of(model, chosen)
     elif wanted == "auto" and platform.device == "cpu":
         apart = sequences_apart(attention_needs(model))
         register()
-        model.set_attn_implementation(SEQUENCES if apart else chosen)
+        set_attention_of(model, SEQUENCES if apart else chosen)
         if apart:
             return
     if wanted == "sdpa" or (wanted == "auto" and platform.device == "cpu"):
         if getattr(settings, "attn_logit_softcapping", None):
-            model.set_attn_implementation("eager")  # sdpa ignores the soft cap without an error
+            set_attention_of(model, "eager")  # sdpa ignores the soft cap without an error
         if platform.device != "cpu" and not across:
             note("attention of packed rows: sdpa, with a mask of each whole row for each layer")
         return
     kind = choose_attention(wanted, platform, attention_needs(model))
     register()
     names = {"varlen": VARLEN, "flash": FLASH, "flex": "flex_attention"}
-    model.set_attn_implementation(names[kind])
+    set_attention_of(model, names[kind])
     note(f"attention of packed rows: {kind}")
     if kind == "flex":
         refuse_eager_flex()

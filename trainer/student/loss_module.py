@@ -28,6 +28,8 @@ from trainer.losses.responses import Sum
 from trainer.losses.terms import Metrics, Sampled
 from trainer.mixtures.routing import Replay
 from trainer.student.attention import row_lengths
+from trainer.vision.images import decoded_states
+from trainer.vision.parts import attention_of
 
 SUPERVISED = Objective(Sampled(CrossEntropy()))
 """The objective of a cold start's steps."""
@@ -126,12 +128,8 @@ class StudentLoss(torch.nn.Module):
         """
         if self.replay is not None:
             self.replay.take(row, supervised)
-        states = self.decoder(
-            input_ids=row.input_ids,
-            position_ids=row.position_ids,
-            use_cache=False,
-            **row_lengths(self.decoder.config._attn_implementation, row),
-        ).last_hidden_state[0]
+        lengths = row_lengths(attention_of(self.decoder), row)
+        states = decoded_states(self.decoder, row, lengths)
         if not isinstance(row, Packed):
             return self.head(states, None)  # type: ignore[no-any-return]
         return self.head(states[row.rows], row.tokens, supervised)  # type: ignore[no-any-return]

@@ -196,6 +196,9 @@ class TrainConfig(Section):
     routing: Literal["own", "replay"] = "own"
     """Experts of a mixture's tokens: the trainer's routers choose them, or take those that the
     engine chose while it sampled (``replay``, docs/mixtures.md); the latter on GPUs only."""
+    freeze: list[Literal["vision_tower", "projector"]] = Field(default_factory=list)
+    """Parts of a student that sees which are not trained: they have no gradients and moments, and
+    neither syncs nor checkpoints have them. Adapters (``lora``) freeze both."""
     lora: LoraConfig | None = None
     """Trains adapters of low rank instead of all weights; needs the extra ``lora`` (peft)."""
     peak_tflops: float | None = Field(default=None, gt=0)

@@ -1,0 +1,62 @@
+"""Rows of samples with images: what each computes alone, by transformers' own model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainer.vision.seeing import (
+    exact_gradient,
+    exact_logits,
+    exact_model,
+    gradients,
+    rank_of,
+    seen,
+    student_of,
+)
+from tests.vision_models import FAMILIES
+from trainer.batches.packing import Row, pack
+
+pytest.importorskip("torchvision")
+
+ROWS = {
+    "text": [[], []],
+    "an image each": [[0], [1], [0]],
+    "several images": [[0, 1, 2], [2, 0]],
+    "mixed": [[], [0], [], [1, 2], []],
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_log_probabilities_are_those_of_each_sample_alone(family: str, row: str) -> None:
+    data = seen(family, *ROWS[row])
+    rank = rank_of(student_of(family), family)
+    micro_batch = data.micro_batch()
+    packed = pack(data.samples)
+    images = rank.sight.of(micro_batch.rollouts, data.encoded)
+    row = Row(packed.input_ids, packed.position_ids, packed.starts, packed.longest, images=images)
+    ours = rank.logits(row)[packed.rows]
+    model = exact_model(family)
+    with torch.no_grad():
+        theirs = [exact_logits(model, family, one, data.encoded) for one in data.samples]
+    difference = ours.log_softmax(-1) - torch.cat(theirs).log_softmax(-1)
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_of_a_mixed_row_is_the_sum_of_each_samples_own(
+    family: str, recompute: str
+) -> None:
+    from trainer.layers.recomputation import recompute_activations
+
+    data = seen(family, *ROWS["mixed"], [0])
+    model = student_of(family)
+    if recompute == "full":
+        recompute_activations(model)
+    rank_of(model, family).backward([data.micro_batch()])
+    ours, theirs = gradients(model), exact_gradient(family, data)
+    assert ours.keys() == theirs.keys()
+    one, other = (torch.cat([g[n].flatten() for n in theirs]) for g in (ours, theirs))
+    assert (one - other).norm() < 1e-4 * other.norm()

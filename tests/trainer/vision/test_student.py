@@ -1,0 +1,122 @@
+"""A student that sees: its parts, what is frozen, adapters, and its weights' names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from async_opd.config.sections.train import LoraConfig
+from async_opd.core.errors import StageError
+from tests.trainer.models import tiny_model
+from tests.trainer.vision.seeing import (
+    CPU,
+    folder_of,
+    gradients,
+    rank_of,
+    seen,
+    student_of,
+)
+from tests.vision_models import FAMILIES
+from trainer.flops import ModelSize
+from trainer.student.adapters import LORA, add_adapters
+from trainer.student.check import check_rank, check_student
+from trainer.student.loading import platform_of, set_attention
+from trainer.student.named_weights import named_weights
+from trainer.vision.parts import freeze, parameters_that_see
+
+pytest.importorskip("torchvision")
+
+
+def files_of(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_have_the_names_and_values_of_the_files(family: str) -> None:
+    stored = files_of(folder_of(family))
+    named = dict(named_weights(student_of(family), torch.float32))
+    assert named.keys() == stored.keys()
+    assert all(torch.equal(named[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_at_the_start_takes_the_student(family: str) -> None:
+    model = student_of(family)
+    check_rank(rank_of(model, family), check_student(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_same_logits_with_a_mask_of_the_whole_row(family: str) -> None:
+    model = student_of(family)
+    apart = rank_of(model, family).backward([seen(family, [], [0]).micro_batch()]).sums
+    set_attention(model, "sdpa", platform_of(CPU, False))
+    whole = rank_of(model, family).backward([seen(family, [], [0]).micro_batch()]).sums
+    assert whole["distillation"] == pytest.approx(apart["distillation"], rel=1e-5)
+
+
+@pytest.mark.parametrize("parts", [["vision_tower"], ["projector"], ["vision_tower", "projector"]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_parts_have_neither_gradients_nor_moments(family: str, parts: Any) -> None:
+    model = student_of(family)
+    freeze(model, parts)
+    rank = rank_of(model, family)
+    rank.backward([seen(family, [0], []).micro_batch()])
+    names = {f"model.{name}": part for part, name, _ in parameters_that_see(model) if part in parts}
+    assert set(names.values()) == set(parts)
+    assert not names.keys() & gradients(model).keys()
+    rank.apply(1e-3)
+    frozen = {id(p) for n, p in model.named_parameters() if n in names}
+    assert not frozen & {id(p) for p in rank.optimizer.state}
+
+
+def test_a_student_that_reads_text_has_no_part_to_freeze() -> None:
+    with pytest.raises(StageError, match="names vision_tower, and Qwen3ForCausalLM has no part"):
+        freeze(tiny_model(), ["vision_tower"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_in_the_language_model_only(family: str) -> None:
+    pytest.importorskip("peft")
+    model = student_of(family)
+    add_adapters(model, LoraConfig(rank=2))
+    adapted = [name for name, _ in model.named_parameters() if LORA in name]
+    assert adapted
+    assert all(name.startswith("model.language_model.") for name in adapted)
+    rank_of(model, family).backward([seen(family, [0], []).micro_batch()])
+    assert set(gradients(model)) == set(adapted)
+
+
+def test_images_cost_the_entries_of_the_tower_for_each_patch() -> None:
+    size = ModelSize(10, 0, 0, (), tower=7, projector=3, patches=4)
+    header: Any = SimpleNamespace(tokens=5, response_tokens=0)
+    assert size.of_sample(header, 2) == 6 * (10 * 5 + (7 * 4 + 3) * 2)
+
+
+def test_a_frozen_tower_costs_a_third_of_a_trained_one() -> None:
+    model = student_of("qwen2_5_vl")
+    trained = ModelSize.of(model)
+    freeze(model, ["vision_tower", "projector"])
+    frozen = ModelSize.of(model)
+    assert frozen.tower == pytest.approx(trained.tower / 3, rel=0.01)
+    assert frozen.decoder == trained.decoder
+
+
+def test_images_of_a_student_that_reads_text_are_refused() -> None:
+    rank = rank_of(student_of("llava"), "llava")
+    rank.sight = None
+    with pytest.raises(StageError, match="p0/0 has images, and the student"):
+        rank.backward([seen("llava", [0]).micro_batch()])
+
+
+def test_an_image_whose_bytes_are_missing_is_named() -> None:
+    from dataclasses import replace
+
+    rank = rank_of(student_of("llava"), "llava")
+    with pytest.raises(StageError, match="1 of 1 images of a micro-batch are not there"):
+        rank.backward([replace(seen("llava", [0]).micro_batch(), images={})])

@@ -1,0 +1,249 @@
+"""The images of a packed row: the inputs of the vision tower, and positions of their tokens.
+
+    MicroBatch ──samples──► Packed ──images, decoded──► RowImages ──tower──► features by image
+                                    ▲ each image once, however many samples show it
+
+Positions are computed for each sequence alone, by the model's own ``get_rope_index`` where it has
+one: the row has those of text beside them, by which transformers keeps sequences apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from async_opd.core.errors import StageError
+from async_opd.core.row import Media
+from async_opd.core.stages import TRAINER
+from trainer.vision.parts import sees
+
+if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
+    from async_opd.core.samples import Rollout
+    from async_opd.models.processor import ImageProcessor
+    from trainer.batches.micro_batches import MicroBatch
+    from trainer.batches.packing import Row
+
+STAND_IN_PIXELS = 56
+"""Width and height of the image that a rank computes to stay in step with the others."""
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """What the decoder needs of a row's images.
+
+    ``inputs`` are the model's own of the different images, such as ``pixel_values``. ``order`` are
+    their indices in the order in which the row shows them; none where the images only keep a rank
+    in step. ``positions`` [3, 1, T] of a model with positions of three dimensions.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    order: tuple[int, ...]
+    positions: torch.Tensor | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The same on another device."""
+        there = {
+            name: one.to(device, non_blocking=non_blocking) for name, one in self.inputs.items()
+        }
+        at = self.positions
+        at = None if at is None else at.to(device, non_blocking=non_blocking)
+        return replace(self, inputs=there, positions=at)
+
+
+def of_rollout(rollout: Rollout) -> tuple[Media, ...]:
+    """The images of a sequence, in order."""
+    return (*rollout.prompt.media, *rollout.media)
+
+
+def decoded_states(decoder: Any, row: Row, lengths: Mapping[str, Any]) -> torch.Tensor:
+    """The decoder's last states [T, H] of a row; ``lengths``: see ``attention.row_lengths``."""
+    given: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": positions_of(decoder, row)}
+    unused: torch.Tensor | None = None
+    images = row.images
+    if images is not None:
+        features = decoder.get_image_features(**images.inputs, return_dict=True)
+        if images.order:
+            given["mm_encoder_outputs"] = {"image": _in_order(features, images.order)}
+        else:
+            unused = sum(one.sum() for one in _tensors(features))  # type: ignore[assignment]
+    states: torch.Tensor = decoder(**given, use_cache=False, **lengths).last_hidden_state[0]
+    if unused is not None and unused.requires_grad:
+        states = states + 0 * unused.to(states.dtype)
+    return states
+
+
+def positions_of(decoder: Any, row: Row) -> torch.Tensor:
+    """``position_ids`` of a row as the decoder takes them: [1, T], or [4, 1, T] with text's first.
+
+    With three dimensions alone transformers would not find where sequences begin.
+    """
+    text, images = row.position_ids, row.images
+    if not has_dimensions(decoder):
+        return text
+    if images is None or images.positions is None:
+        return text[None].expand(4, -1, -1)
+    return torch.cat([text[None], images.positions])
+
+
+def has_dimensions(decoder: Any) -> bool:
+    """Whether positions of the decoder have three dimensions (M-RoPE)."""
+    return sees(decoder) and hasattr(decoder, "get_rope_index")
+
+
+def _in_order(features: Any, order: Sequence[int]) -> Any:
+    """The tower's results with one entry for each image that the row shows."""
+    features.pooler_output = [features.pooler_output[index] for index in order]
+    stacked = getattr(features, "deepstack_features", None)
+    if stacked is not None:
+        features.deepstack_features = [[one[index] for index in order] for one in stacked]
+    return features
+
+
+def _tensors(features: Any) -> list[torch.Tensor]:
+    stacked = getattr(features, "deepstack_features", None) or ()
+    return [*features.pooler_output, *(tensor for layer in stacked for tensor in layer)]
+
+
+class Sight:
+    """Gives packed rows their images. Of several ranks each computes some, if one does."""
+
+    def __init__(
+        self,
+        load: Callable[[], ImageProcessor],
+        decoder: Any,
+        device: torch.device,
+        ranks: int = 1,
+    ) -> None:
+        """``load`` is called at the first image; ``decoder`` is asked for positions only."""
+        self._load, self._decoder = load, decoder
+        self._device, self._ranks = device, ranks
+        self._stands_in = False
+        self._blank: Mapping[str, torch.Tensor] = {}
+        self._counted: dict[tuple[int, int], int] = {}
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return self._load()
+
+    def begin(self, rollouts: Sequence[Rollout]) -> None:
+        """Takes note of a step's rollouts on this rank. Of several ranks a collective.
+
+        If any rank has images, rows without one compute a blank one that changes nothing: FSDP
+        gathers the tower's weights, and sums its gradients, on all ranks or on none.
+        """
+        if self._ranks == 1:
+            return
+        some = torch.tensor(int(any(map(of_rollout, rollouts))), device=self._device)
+        torch.distributed.all_reduce(some, torch.distributed.ReduceOp.MAX)
+        self._stands_in = bool(some)
+
+    def of(self, rollouts: Sequence[Rollout], encoded: Mapping[str, bytes]) -> RowImages | None:
+        """The images of a row of these rollouts; None for text that nobody waits for.
+
+        StageError for an image whose bytes are not there, and for tokens that are not those of the
+        images.
+        """
+        shown = [one.sha256 for rollout in rollouts for one in of_rollout(rollout)]
+        if not shown:
+            return RowImages(self._stand_in(), ()) if self._stands_in else None
+        distinct = {sha256: index for index, sha256 in enumerate(dict.fromkeys(shown))}
+        if missing := [sha256 for sha256 in distinct if sha256 not in encoded]:
+            raise StageError(
+                TRAINER,
+                f"{len(missing)} of {len(distinct)} images of a micro-batch are not there, the "
+                f"first is {missing[0]}, of {_first(rollouts, missing[0])}",
+                "resume the run: the driver reads images again from the data source",
+            )
+        inputs = self._processor.inputs([encoded[sha256] for sha256 in distinct])
+        order = tuple(distinct[sha256] for sha256 in shown)
+        return RowImages(inputs, order, self._positions(rollouts, inputs, order))
+
+    def tokens(self, sizes: Sequence[tuple[int, int]]) -> int:
+        """Tokens of images of these widths and heights; an upper bound."""
+        for size in sizes:
+            if size not in self._counted:
+                self._counted[size] = self._processor.tokens(Media("", 0, *size))
+        return sum(self._counted[size] for size in sizes)
+
+    def _stand_in(self) -> Mapping[str, torch.Tensor]:
+        if not self._blank:
+            self._blank = self._processor.inputs([blank_image()])
+        return self._blank
+
+    def _positions(
+        self, rollouts: Sequence[Rollout], inputs: Mapping[str, torch.Tensor], order: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Of all tokens [3, 1, T], each sequence's by itself."""
+        if not has_dimensions(self._decoder):
+            return None
+        parts, start = [], 0
+        for rollout in rollouts:
+            count = len(of_rollout(rollout))
+            grids = inputs["image_grid_thw"][list(order[start : start + count])]
+            parts.append(self._of_sequence(rollout, grids))
+            start += count
+        return torch.cat(parts, dim=-1)
+
+    def _of_sequence(self, rollout: Rollout, grids: torch.Tensor) -> torch.Tensor:
+        """Of one sequence, [3, 1, T]."""
+        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))[None]
+        if not len(grids):
+            return torch.arange(ids.shape[1]).expand(3, 1, -1)
+        kinds = (ids == self._decoder.config.image_token_id).int()
+        try:
+            found: torch.Tensor = self._decoder.get_rope_index(
+                ids, mm_token_type_ids=kinds, image_grid_thw=grids
+            )[0]
+        except (RuntimeError, StopIteration) as error:
+            raise StageError(
+                TRAINER,
+                f"{rollout.uid} has {int(kinds.sum())} tokens of {len(grids)} images, which are "
+                f"patches of {grids.tolist()}: {type(error).__name__}: {error}",
+                "processor_kwargs of trainer and engines have to be the same (student)",
+            ) from error
+        return found
+
+
+def sight_of(config: RunConfig, model: Any, device: torch.device) -> Sight | None:
+    """What gives images to the student of a run; None for one that reads text only."""
+    from async_opd.models.processor import ImageProcessor
+
+    student = config.student
+    load = partial(
+        ImageProcessor.load,
+        student.model,
+        trust_remote_code=student.trust_remote_code,
+        processor_kwargs=student.processor_kwargs,
+    )
+    return Sight(load, model.base_model, device, config.train.ranks) if sees(model) else None
+
+
+def images_of(sight: Sight | None, micro_batch: MicroBatch) -> RowImages | None:
+    """The images of a micro-batch's row. StageError for those of a student that reads text only."""
+    if sight is not None:
+        return sight.of(micro_batch.rollouts, micro_batch.images)
+    if wrong := [one.uid for one in micro_batch.rollouts if of_rollout(one)]:
+        cause = f"{wrong[0]} has images, and the student's config.json no vision_config"
+        raise StageError(TRAINER, cause, "choose a student.model that sees")
+    return None
+
+
+def blank_image(pixels: int = STAND_IN_PIXELS) -> bytes:
+    """A gray image of this width and height, encoded as PNG."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    made = BytesIO()
+    Image.new("RGB", (pixels, pixels), (127, 127, 127)).save(made, "PNG")
+    return made.getvalue()
+
+
+def _first(rollouts: Sequence[Rollout], sha256: str) -> str:
+    return next(r.uid for r in rollouts if any(m.sha256 == sha256 for m in of_rollout(r)))
