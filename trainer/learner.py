@@ -49,6 +49,7 @@ from trainer.saving.shards import Shards, Stamp
 from trainer.saving.state import frozen_digest, refuse_other_frozen
 from trainer.schedule import learning_rate
 from trainer.utilization import memory_metrics, utilization
+from trainer.vision.images import Images, Samples
 
 CPU_ROW_TOKENS = 512
 """Longest packed row on a CPU. Attention of whole rows is quadratic in them and computes what the
@@ -114,7 +115,7 @@ class Learner:
         """Moves them back to the ranks' devices, for the next step."""
         self._on_all_ranks("onload")
 
-    def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
+    def train_batch(self, samples: Sequence[Sample], images: Images = None) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
 
         A loss or gradient norm that is not finite, or a metric that is NaN, is a StageError; under
@@ -125,7 +126,7 @@ class Learner:
         """
         plan = self.plan([sample.header for sample in samples])
         refuse_foreign_tokens(samples, self.vocabularies)
-        own = self._given(plan, samples)
+        own = self._given(plan, samples, images)
         return self.train(plan, own, sum(repetition(sample.rollout) for sample in samples))
 
     def train(
@@ -166,7 +167,7 @@ class Learner:
             metrics, notes = metrics | kept[0], notes + kept[1]
         return LearnerReport(metrics, fault, notes)
 
-    def train_again(self, plan: Plan, samples: Mapping[int, Sample]) -> LearnerReport:
+    def train_again(self, plan: Plan, samples: Samples) -> LearnerReport:
         """The step on a planned batch; rank 0 has the samples, by index, of all micro-batches."""
         return self.train(plan, self._given(plan, samples), 0.0)
 
@@ -187,16 +188,17 @@ class Learner:
         made = [tuple(replace(one, supervised=supervised) for one in own) for own in planned]
         return Plan(tuple(headers), tuple(made), tuple(counted), rewards)
 
-    def supervise(self, samples: Sequence[Sample], rate: float) -> dict[str, float]:
-        """One step on the cross entropy of the samples' response tokens, a mean over the batch.
+    def supervise(
+        self, samples: Sequence[Sample], rate: float, images: Images = None
+    ) -> dict[str, float]:
+        """One step on the mean cross entropy of the response tokens, which counts as no step.
 
-        It counts as no step. StageError, without a change of weights, for a loss or gradient norm
-        that is not finite.
+        StageError, without a change of weights, for a loss or gradient norm that is not finite.
         """
         refuse_foreign_tokens(samples, self.vocabularies)
         started = time.perf_counter()
         plan = self.plan([sample.header for sample in samples], supervised=True)
-        means, norm, fault = self._compute(plan, self._given(plan, samples), rate)
+        means, norm, fault = self._compute(plan, self._given(plan, samples, images), rate)
         if fault:
             raise StageError("trainer", f"a cold start's step: {fault}", "lower cold_start.lr")
         return {
@@ -250,11 +252,9 @@ class Learner:
         assigned = assign_micro_batches(lengths, self._row_tokens, ranks // self._sharing, costs)
         return [[[some[i] for i in group] for group in groups] for groups in assigned]
 
-    def _given(
-        self, plan: Plan, samples: Mapping[int, Sample] | Sequence[Sample]
-    ) -> list[MicroBatch]:
+    def _given(self, plan: Plan, samples: Samples, images: Images = None) -> list[MicroBatch]:
         """Rank 0's micro-batches of samples that it has; the others receive theirs in messages."""
-        made = [[one.of(samples) for one in own] for own in plan.micro_batches]
+        made = [[one.of(samples, images) for one in own] for own in plan.micro_batches]
         others = [
             list(cut(made[rank // self._sharing], lambda micro_batch: micro_batch.nbytes))
             for rank in range(1, self._rank_group.ranks)

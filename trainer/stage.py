@@ -38,6 +38,7 @@ from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.hand_out import HandOut
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, retrieve_exception, run_with_ranks
+from trainer.vision.fetching import cache_of, shown_by
 from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class TrainerStage:
         self._batcher = batcher
         alone = rank_group.ranks == 1
         self._hand_out = None if alone else HandOut(batcher, learner, rank_group)
+        self._media = cache_of(batcher.queue)
         self._max_lag = max_version_lag
         self._model_dir = model_dir
         self._rank_group = rank_group
@@ -151,7 +153,8 @@ class TrainerStage:
         """A batch whose samples this rank, or each of several ranks, has; and the step on it."""
         if self._hand_out is None:
             taken = await self._batcher.take(self._version)
-            return taken, partial(self._learner.train_batch, taken.samples)
+            images = await shown_by(taken.samples, self._media)
+            return taken, partial(self._learner.train_batch, taken.samples, images)
         dealt = await self._hand_out.take(self._version)
         own = dealt.own.micro_batches
         train = partial(self._learner.train, dealt.plan, own, dealt.repetition, dealt.number)
@@ -228,7 +231,8 @@ class TrainerStage:
         async with self._gate, self._gpus, self._weights:
             self._pending_tokens = sum(sample.rollout.tokens for sample in samples)
             with self._activity.busy():
-                found = await self._compute(self._learner.supervise, samples, rate)
+                images = await shown_by(samples, self._media)
+                found = await self._compute(self._learner.supervise, samples, rate, images)
         self._tokens += self._pending_tokens
         return found
 

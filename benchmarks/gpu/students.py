@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class TrainSettings:
     reduce_gradients: str = "auto"
     threads: int | str = "auto"
     peak_tflops: float | None = None
-    freeze: tuple[str, ...] = ()
+    freeze: list[str] = field(default_factory=list)
     lora: None = None
     routing: str = "own"
     compile: bool = False

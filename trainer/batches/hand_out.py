@@ -22,6 +22,7 @@ from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Fetched, Plan, Share, fetch
 from trainer.rank_group import RankGroup, dispatched, run_with_ranks
+from trainer.vision.fetching import cache_of
 
 
 class Planner(Protocol):
@@ -55,6 +56,7 @@ class HandOut:
 
     def __init__(self, batcher: Batcher, planner: Planner, rank_group: RankGroup) -> None:
         self._batcher = batcher
+        self._media = cache_of(batcher.queue)
         self._planner = planner
         self._rank_group = rank_group
         self._number = 0
@@ -106,7 +108,7 @@ class HandOut:
         """What each rank has fetched; of the others without their samples."""
         own, *others = shares
         vocabularies = self._planner.vocabularies
-        mine: Coroutine[Any, Any, Any] = fetch(self._batcher.queue, own, vocabularies)
+        mine: Coroutine[Any, Any, Any] = fetch(self._batcher.queue, own, vocabularies, self._media)
         first, rest = await gather_or_cancel(mine, asyncio.to_thread(self._on_others, others))
         return [first, *rest]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from async_opd.core.samples import Header, Rollout, Sample
 from trainer.batches.packing import group_by_budget
 from trainer.batches.token_weights import TokenWeight
-from trainer.vision.images import of_rollout
+from trainer.vision.images import Images, Samples, of_rollout
 
 Groups = list[list[int]]
 
@@ -78,11 +78,7 @@ class PlannedMicroBatch:
     counts: bool = True
     supervised: bool = False
 
-    def of(
-        self,
-        samples: Mapping[int, Sample] | Sequence[Sample],
-        encoded: Mapping[str, bytes] | None = None,
-    ) -> MicroBatch:
+    def of(self, samples: Samples, encoded: Images = None) -> MicroBatch:
         """The micro-batch with its samples, and those of the ``encoded`` images that they show."""
         chosen = tuple(samples[index] for index in self.indices)
         shown = [one.sha256 for sample in chosen for one in of_rollout(sample.rollout)]

@@ -20,9 +20,11 @@ from async_opd.core.errors import AsyncOPDError, NotLeased
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, Queue
 from async_opd.core.uid import Uid
+from async_opd.media.cache import MediaCache
 from trainer.batches.micro_batches import MicroBatch, PlannedMicroBatch
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens
 from trainer.batches.repetition import repetition
+from trainer.vision.fetching import shown_by
 
 if TYPE_CHECKING:
     from trainer.rank import Rank
@@ -117,19 +119,25 @@ class Fetched:
     error: AsyncOPDError | None = None
 
 
-async def fetch(queue: Queue, share: Share, vocabularies: Vocabularies) -> Fetched:
+async def fetch(
+    queue: Queue, share: Share, vocabularies: Vocabularies, media: MediaCache | None = None
+) -> Fetched:
     """A rank's samples, from the queue, a message at a time; decoded beside the event loop.
+
+    Their images are those of ``media``, which fetches by hash what it does not have.
 
     An error is returned, such as that of a token that the student or a teacher's head has no row
     for: an error that a rank raises ends the step under way, which does not need these samples.
     """
     try:
-        return await _fetch(queue, share, vocabularies)
+        return await _fetch(queue, share, vocabularies, media)
     except AsyncOPDError as error:
         return Fetched(error=error)
 
 
-async def _fetch(queue: Queue, share: Share, vocabularies: Vocabularies) -> Fetched:
+async def _fetch(
+    queue: Queue, share: Share, vocabularies: Vocabularies, media: MediaCache | None
+) -> Fetched:
     samples: dict[int, Sample] = {}
     lost: set[int] = set()
     for part in cut(share.leased, lambda one: one.header.nbytes):
@@ -146,7 +154,8 @@ async def _fetch(queue: Queue, share: Share, vocabularies: Vocabularies) -> Fetc
     if lost:
         return Fetched(lost=frozenset(lost))
     refuse_foreign_tokens(list(samples.values()), vocabularies)
+    encoded = await shown_by(samples.values(), media)
     return Fetched(
-        tuple(one.of(samples) for one in share.micro_batches),
+        tuple(one.of(samples, encoded) for one in share.micro_batches),
         sum(repetition(samples[index].rollout) for index in share.measured),
     )

@@ -16,6 +16,7 @@ from trainer.batches.micro_batches import Factors, MicroBatch
 from trainer.batches.shares import Fetched, Share, fetch
 from trainer.rank import BackwardResult, Rank
 from trainer.saving.captured import RankFile
+from trainer.vision.fetching import cache_of
 from trainer.work_thread import WorkThread
 
 P = ParamSpec("P")
@@ -38,6 +39,7 @@ class Follower:
 
     def __init__(self, rank: Rank, queue: Queue | None = None) -> None:
         self.rank, self.queue = rank, queue
+        self._media = None if queue is None else cache_of(queue)
         self.computing = WorkThread("train")
         self._taken: list[MicroBatch] = []
         self._fetched: dict[int, tuple[MicroBatch, ...]] = {}  # by the batch's number
@@ -49,7 +51,7 @@ class Follower:
     async def fetch(self, share: Share) -> Fetched:
         """Fetches the samples of this rank's share, and keeps them for its ``backward``."""
         assert self.queue is not None
-        found = await fetch(self.queue, share, self.rank.vocabularies)
+        found = await fetch(self.queue, share, self.rank.vocabularies, self._media)
         if not found.lost:
             self._fetched[share.number] = found.micro_batches
         return replace(found, micro_batches=())

@@ -19,16 +19,20 @@ import torch
 
 from async_opd.core.errors import StageError
 from async_opd.core.row import Media
+from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import TRAINER
 from trainer.vision.parts import sees
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
-    from async_opd.core.samples import Rollout
     from async_opd.models.processor import ImageProcessor
     from trainer.batches.micro_batches import MicroBatch
     from trainer.batches.packing import Row
 
+Images = Mapping[str, bytes] | None
+"""Encoded images by SHA-256."""
+Samples = Mapping[int, Sample] | Sequence[Sample]
+"""Samples by their index in a batch."""
 STAND_IN_PIXELS = 56
 """Width and height of the image that a rank computes to stay in step with the others."""
 

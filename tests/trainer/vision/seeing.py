@@ -112,11 +112,11 @@ def _sample(family: str, index: int, images: Sequence[bytes], response: int) -> 
     return Sample(rollout, scores)
 
 
-def rank_of(model: Any, family: str, **train: Any) -> Rank:
-    """A rank that trains the model on a forward KL."""
+def rank_of(model: Any, family: str, mesh: Any = None, **train: Any) -> Rank:
+    """A rank that trains the model on a forward KL; of a mesh, one of its ranks."""
     objective = Objective(OnTopK(ForwardKL(), "ignore", None))
-    rank = Rank(model, objective, TrainConfig(max_grad_norm=1e9, **train), CPU)
-    rank.sight = Sight(lambda: processor_of(family), model.base_model, CPU)
+    rank = Rank(model, objective, TrainConfig(max_grad_norm=1e9, **train), CPU, mesh=mesh)
+    rank.sight = Sight(lambda: processor_of(family), model.base_model, CPU, rank.ranks)
     return rank
 
 

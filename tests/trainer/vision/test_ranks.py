@@ -1,0 +1,86 @@
+"""Sharded students that see: two gloo processes, of which one has no image, and one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.sections.train import LoraConfig
+from tests.trainer.processes import spread
+from tests.trainer.vision.seeing import gradients, rank_of, seen, student_of
+from tests.vision_models import FAMILIES
+from trainer.batches.micro_batches import MicroBatch
+from trainer.student.adapters import add_adapters
+from trainer.student.named_weights import named_weights
+from trainer.vision.parts import freeze
+
+pytest.importorskip("torchvision")
+pytestmark = pytest.mark.slow
+
+SHOWN = [[[0, 1], []], [[], []], [[], [], []], [[], [2]]]
+"""Images of the samples of four micro-batches; rank 0 has the first two."""
+CASES: dict[str, dict[str, Any]] = {
+    "trained": {},
+    "frozen": {"freeze": ["vision_tower", "projector"]},
+    "tower frozen": {"freeze": ["vision_tower"]},
+    "recomputed": {"recompute": True},
+    "adapters": {"lora": LoraConfig(rank=2)},
+    "reduced after each": {"reduce_gradients": "micro_batch"},
+}
+
+
+def micro_batches(family: str) -> list[MicroBatch]:
+    return [seen(family, *shown).micro_batch() for shown in SHOWN]
+
+
+def made(family: str, case: dict[str, Any]) -> Any:
+    from trainer.layers.recomputation import recompute_activations
+
+    model = student_of(family)
+    torch.manual_seed(0)
+    freeze(model, case.get("freeze", []))
+    if "lora" in case:
+        add_adapters(model, case["lora"])
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    if "recompute" in case:
+        recompute_activations(model)
+    return model
+
+
+def of_rank(family: str, rank: int) -> list[dict[str, torch.Tensor]]:
+    """Of each case the whole gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for case in CASES.values():
+        model = made(family, case)
+        reduce = case.get("reduce_gradients", "step")
+        one = rank_of(model, family, mesh, reduce_gradients=reduce)
+        one.backward(micro_batches(family)[2 * rank : 2 * rank + 2])
+        found.append({name: grad.full_tensor() for name, grad in gradients(model).items()})
+    found.append(dict(named_weights(model, torch.float32)))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_without_an_image_stay_in_step_with_those_that_have_one(
+    family: str, tmp_path: Path
+) -> None:
+    micro_batches(family), student_of(family)  # files that both processes read
+    first, second = spread(2, partial(of_rank, family), tmp_path)
+    for index, case in enumerate(CASES.values()):
+        alone = made(family, case)
+        rank_of(alone, family).backward(micro_batches(family))
+        expected = gradients(alone)
+        for found in (first[index], second[index]):
+            assert found.keys() == expected.keys()
+            one, other = (torch.cat([g[n].flatten() for n in expected]) for g in (found, expected))
+            assert (one - other).norm() < 1e-4 * other.norm()
+    weights = dict(named_weights(alone, torch.float32))
+    assert weights.keys() == first[-1].keys()
