@@ -49,7 +49,7 @@ from trainer.student.adapters import (
 )
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
-from trainer.student.named_weights import adapter_weights, named_weights
+from trainer.student.named_weights import adapter_weights, named_weights, sent_state
 from trainer.student.reduction import all_reduce_once, reducing_last
 from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.sharding import full_tensor, reshard, shard
@@ -275,8 +275,9 @@ class Rank:
 
         Of adapters alone where the engines apply them (``train.lora.sync``).
         """
-        source = adapter_weights if self._sends_adapters else named_weights
-        return source(self.model, self._wire_dtype, copied)
+        if self._sends_adapters:
+            return adapter_weights(self.model, self._wire_dtype, copied)
+        return named_weights(self.model, self._wire_dtype, copied, changing=True)
 
     def exported(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights in ``dtype``, adapters merged; then the adapters as they are.
@@ -288,12 +289,9 @@ class Rank:
             yield name, full_tensor(tensor.detach())
 
     def join_gather(self, what: Gathered, dtype: torch.dtype | None = None) -> None:
-        """Sends this rank's shards while rank 0 runs its method ``what``, in the same order.
-
-        Parameters are sent in ``dtype``, by default the engines'.
-        """
-        alone = what == "weights" and self._sends_adapters
-        for _, tensor in adapter_state(self.model) if alone else plain_state(self.model):
+        """Sends this rank's shards, in ``dtype`` or the engines', while rank 0 runs ``what``."""
+        state = adapter_state if self._sends_adapters else sent_state
+        for _, tensor in (state if what == "weights" else plain_state)(self.model):
             full_tensor(tensor.detach().to(dtype or self._wire_dtype))
         if what == "exported":
             for _, tensor in adapter_parameters(self.model):

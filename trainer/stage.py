@@ -87,7 +87,7 @@ class TrainerStage:
         self._batcher = batcher
         alone = rank_group.ranks == 1
         self._hand_out = None if alone else HandOut(batcher, learner, rank_group)
-        self._media = cache_of(batcher.queue)
+        self._media = cache_of(lambda: batcher.queue)
         self._max_lag = max_version_lag
         self._model_dir = model_dir
         self._rank_group = rank_group

@@ -16,6 +16,7 @@ from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
 from async_opd.checks.images.families import check_families
+from async_opd.checks.images.training import check_seeing_student
 from async_opd.checks.memory_fit import faults_of_memory, near, this_machine
 from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
@@ -79,6 +80,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     models.positions()
     complete = None if "student.model" in partial else models.files.get("student.model")
     check_adapters(config, complete, found)
+    check_seeing_student(config, models.files.get("student.model"), found)
     for name in config.log.loggers:
         if name not in LOGGERS:
             _logger(name, found)

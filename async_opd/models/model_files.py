@@ -25,8 +25,8 @@ def is_hub_id(model: str) -> bool:
 OF_ATTENTION = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
 """Kinds of layers, as ``layer_types`` names them, that pass on tokens by attention or not at all.
 transformers' ``linear_attention`` is any layer with a recurrent state."""
-MEDIA = ("vision_config", "audio_config", "thinker_config")
-"""Keys of configurations of models for more than text."""
+MEDIA = ("audio_config", "thinker_config")
+"""Keys of configurations of models that hear, and of some that speak."""
 
 
 REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audio_model_id")
@@ -112,7 +112,7 @@ class ModelFiles:
         media = [key for key in MEDIA if self.config.get(key) is not None]
         layers = self.config.get("layer_types")
         if media:
-            return f"has a {media[0]}: models that see or hear cannot be trained yet"
+            return f"has a {media[0]}: models that hear cannot be trained"
         if self.config.get("is_encoder_decoder"):
             return "has an encoder: it cannot be trained"
         if self.config.get("model_type") == "llama4_text" or (

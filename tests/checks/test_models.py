@@ -219,7 +219,6 @@ def test_a_student_that_is_another_one_to_its_engines_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"vision_config": {"hidden_size": 8}}, "vision_config"),
         ({"audio_config": {"hidden_size": 8}}, "audio_config"),
         ({"is_encoder_decoder": True}, "an encoder"),
         ({"model_type": "llama4_text"}, "in chunks"),

@@ -56,7 +56,7 @@ class HandOut:
 
     def __init__(self, batcher: Batcher, planner: Planner, rank_group: RankGroup) -> None:
         self._batcher = batcher
-        self._media = cache_of(batcher.queue)
+        self._media = cache_of(lambda: batcher.queue)
         self._planner = planner
         self._rank_group = rank_group
         self._number = 0

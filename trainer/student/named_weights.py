@@ -16,13 +16,14 @@ import torch
 from trainer.saving.state import model_state
 from trainer.student.adapters import BASE, LORA, adapter_state, plain_state
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded
+from trainer.vision.parts import parameters_that_see
 
 _BY_LAYER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether a model's tensors are converted layer by layer."""
 
 
 def named_weights(
-    model: Any, dtype: torch.dtype, copied: bool = True
+    model: Any, dtype: torch.dtype, copied: bool = True, changing: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that ``save_pretrained`` would write, as (name, full copy); adapters are merged.
 
@@ -34,11 +35,22 @@ def named_weights(
     experts of a mixture in memory; here each has its checkpoint name. Of a sharded model every
     other rank joins the gather (``Rank.join_gather``), and the full weights of one layer are in
     memory at a time: a block, or a module outside of them. Without ``copied`` a tensor is valid
-    until the next one is asked for, and may be the model's own.
+    until the next one is asked for, and may be the model's own. ``changing``: see ``sent_state``.
     """
     layer_of = _layers_of(model)
-    for _, layer in groupby(plain_state(model), lambda named: layer_of(named[0])):
+    state = sent_state(model) if changing else plain_state(model)
+    for _, layer in groupby(state, lambda named: layer_of(named[0])):
         yield from _reverted(model, layer, dtype, copied)
+
+
+def sent_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """``plain_state`` without what training never changes of a tower and its projector.
+
+    Engines have these from the student's own files.
+    """
+    frozen = {id(p) for _, _, p in parameters_that_see(model) if not p.requires_grad}
+    names = {name for name, p in model.named_parameters() if id(p) in frozen}
+    yield from ((name, one) for name, one in plain_state(model) if name not in names)
 
 
 def _reverted(

@@ -5,8 +5,7 @@ samples ──hashes──► MediaCache ──not there──► queue
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
@@ -17,12 +16,11 @@ CACHE_BYTES = 1 << 30
 """Encoded images that a rank keeps: the rollouts of a prompt may be in several of its steps."""
 
 
-def cache_of(queue: Queue) -> MediaCache:
-    """The images of the queue's samples, for one event loop."""
+def cache_of(queue: Callable[[], Queue]) -> MediaCache:
+    """The images of the queue's samples, for one event loop; asks for the queue when it needs it."""
 
     async def fetch(hashes: Sequence[str]) -> Mapping[str, bytes]:
-        found: Mapping[str, bytes] = await cast("Any", queue).media(hashes)
-        return found
+        return await queue().media(hashes)
 
     return MediaCache(fetch, CACHE_BYTES)
 

@@ -28,7 +28,7 @@ class Images:
 async def test_samples_of_the_same_image_fetch_it_once() -> None:
     data = seen("llava", [0], [], [1, 0], [0])
     queue: Any = Images(data)
-    cache = cache_of(queue)
+    cache = cache_of(lambda: queue)
     assert await shown_by(data.samples, cache) == data.encoded
     assert await shown_by(data.samples[:1], cache) == {
         data.samples[0].rollout.prompt.media[0].sha256: queue.encoded[queue.asked[0]]
@@ -39,7 +39,7 @@ async def test_samples_of_the_same_image_fetch_it_once() -> None:
 async def test_text_asks_for_nothing() -> None:
     data = seen("llava", [], [])
     queue: Any = Images(data)
-    assert await shown_by(data.samples, cache_of(queue)) == {}
+    assert await shown_by(data.samples, cache_of(lambda: queue)) == {}
     assert queue.asked == []
 
 
@@ -48,7 +48,7 @@ async def test_an_image_that_the_queue_lacks_names_the_sample() -> None:
     queue: Any = Images(data)
     queue.encoded = {}
     with pytest.raises(AsyncOPDError, match="p0/0"):
-        await shown_by(data.samples, cache_of(queue))
+        await shown_by(data.samples, cache_of(lambda: queue))
 
 
 async def test_a_header_tells_the_sizes_of_a_samples_images() -> None:

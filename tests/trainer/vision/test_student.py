@@ -23,6 +23,7 @@ from tests.trainer.vision.seeing import (
 )
 from tests.vision_models import FAMILIES
 from trainer.flops import ModelSize
+from trainer.saving.export import save_model
 from trainer.student.adapters import LORA, add_adapters
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import platform_of, set_attention
@@ -120,3 +121,30 @@ def test_an_image_whose_bytes_are_missing_is_named() -> None:
     rank = rank_of(student_of("llava"), "llava")
     with pytest.raises(StageError, match="1 of 1 images of a micro-batch are not there"):
         rank.backward([replace(seen("llava", [0]).micro_batch(), images={})])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sync_has_no_frozen_part_and_an_export_has_all(family: str) -> None:
+    model = student_of(family)
+    freeze(model, ["vision_tower"])
+    rank = rank_of(model, family)
+    sent, exported = dict(rank.weights()), dict(rank.exported(torch.float32))
+    assert exported.keys() == files_of(folder_of(family)).keys()
+    left_out = exported.keys() - sent.keys()
+    assert left_out
+    assert all("visual" in name or "vision_tower" in name for name in left_out)
+    assert any("merger" in name or "projector" in name for name in sent)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_loads_with_its_processor(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    from async_opd.models.processor import ImageProcessor
+
+    model, target = student_of(family), str(tmp_path / "saved")
+    weights = rank_of(model, family).exported(torch.float32)
+    save_model(model, str(folder_of(family)), target, weights)
+    assert ImageProcessor.load(target).placeholder_id > 0
+    again = dict(AutoModelForImageTextToText.from_pretrained(target).named_parameters())
+    assert all(torch.equal(again[name], one) for name, one in model.named_parameters())

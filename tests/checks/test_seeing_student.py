@@ -1,0 +1,42 @@
+"""Settings of ``train`` that do not go with a student that sees, or that need one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_opd.checks.findings import Findings
+from async_opd.checks.images.training import check_seeing_student
+from async_opd.config.sections.train import TrainConfig
+
+
+def keys(sees: bool, **train: Any) -> list[str]:
+    config: Any = SimpleNamespace(train=TrainConfig(**train))
+    settings = {"vision_config": {}} if sees else {}
+    student: Any = SimpleNamespace(path="m", config=settings)
+    found = Findings("run.yaml")
+    check_seeing_student(config, student, found)
+    return [problem.key for problem in found.problems]
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [
+        ({"context_parallel": 2, "ranks": 2}, "train.context_parallel"),
+        ({"compile": True}, "train.compile"),
+        ({"lora": {"sync": "adapter"}}, "train.lora.sync"),
+        ({"routing": "replay"}, "train.routing"),
+    ],
+)
+def test_what_no_step_of_a_student_that_sees_computes_is_refused(
+    train: dict[str, Any], key: str
+) -> None:
+    assert keys(True, **train) == [key]
+    assert keys(False, **train) == []
+
+
+def test_a_student_that_reads_text_only_has_nothing_to_freeze() -> None:
+    assert keys(False, freeze=["vision_tower"]) == ["train.freeze"]
+    assert keys(True, freeze=["vision_tower", "projector"]) == []
