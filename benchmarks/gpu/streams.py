@@ -61,7 +61,7 @@ class Steps:
         self.count = 0
         self.weights = [torch.zeros(entries, device=device) for _ in range(count)]
 
-    def train_batch(self, samples: object) -> Any:
+    def train_batch(self, samples: object, images: object = None) -> Any:
         """One step: like an optimizer's, its writes are queued when it returns."""
         read = [weight.clone() for weight in self.weights]
         float(read[0][0])  # the gradient norm: waits for this thread's stream

@@ -23,7 +23,7 @@ class SimulatedLearner:
         self._speed = speed
         self.computed_tokens = 0
 
-    def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
+    def train_batch(self, samples: Sequence[Sample], images: object = None) -> LearnerReport:
         """One step."""
         tokens = sum(sample.rollout.tokens for sample in samples)
         time.sleep(self._speed.seconds(tokens))

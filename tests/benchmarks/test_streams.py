@@ -32,7 +32,7 @@ class Queued(streams.Steps):
         super().__init__(CPU)
         self.gpu, self.sent = gpu, sent
 
-    def train_batch(self, samples: object) -> Any:
+    def train_batch(self, samples: object, images: object = None) -> Any:
         assert self.sent.wait(60)
         with Late(self.gpu):
             return super().train_batch(samples)

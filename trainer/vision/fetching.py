@@ -17,7 +17,7 @@ CACHE_BYTES = 1 << 30
 
 
 def cache_of(queue: Callable[[], Queue]) -> MediaCache:
-    """The images of the queue's samples, for one event loop; asks for the queue when it needs it."""
+    """The images of the samples of a queue, which is asked for with the first of them."""
 
     async def fetch(hashes: Sequence[str]) -> Mapping[str, bytes]:
         return await queue().media(hashes)
