@@ -44,6 +44,17 @@ def alerts(path: Path) -> list[tuple[str, str]]:
     return [(one.alert.title, one.alert.text) for one in found if one.HasField("alert")]
 
 
+def table_files(path: Path) -> dict[str, dict[str, Path]]:
+    """The files of each table's artifact by name, where wandb keeps them for a later upload."""
+    found = (Record.FromString(content) for content in _records(path.read_bytes()))
+    artifacts = [record.artifact for record in found if record.HasField("artifact")]
+    return {
+        one.name: {entry.path: Path(entry.local_path) for entry in one.manifest.contents}
+        for one in artifacts
+        if one.type == "run_table"
+    }
+
+
 def axes(path: Path) -> dict[str, str]:
     """The x axis of each metric, or pattern of metrics, that has one."""
     found = (Record.FromString(content) for content in _records(path.read_bytes()))

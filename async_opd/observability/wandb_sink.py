@@ -6,6 +6,7 @@ import netrc
 import os
 from collections.abc import Mapping
 from contextlib import chdir, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ from async_opd.observability.dashboard.panels import EVALUATION_STEP, STEP, VERS
 from async_opd.observability.loggers.alerts import Alert, alert_of
 from async_opd.observability.loggers.environment import environment
 from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
-from async_opd.observability.loggers.sample_tables import SampleTables
+from async_opd.observability.loggers.sample_tables import SampleTable, SampleTables
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker
 
@@ -166,8 +167,6 @@ class WandbSink(Sink):
 
     def _samples(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """The table of the row's evaluation or generations; nothing if there is none."""
-        import wandb
-
         step = int(metrics[STEP])
         if EVALUATION_STEP in metrics:
             key, found = EVALUATION_SAMPLES, self._tables.answers(step, metrics)
@@ -175,7 +174,7 @@ class WandbSink(Sink):
             key, found = GENERATIONS, self._tables.generations(step)
         if found is None:
             return {}
-        return {key: wandb.Table(columns=list(found.columns), data=[*map(list, found.rows)])}
+        return {key: _wandb_table(found)}
 
     def _raise(self) -> None:
         failure, self._failure = self._failure, None
@@ -203,6 +202,19 @@ class WandbSink(Sink):
         self._raise()
         lacking = f"wandb lacks {self._dropped} rows or alerts: it was behind"
         return lacking if self._dropped else None
+
+
+def _wandb_table(found: SampleTable) -> wandb.Table:
+    """The rows, with a column of pictures for each image that a row may have."""
+    import wandb
+
+    most = max(map(len, found.images), default=0)
+    titles = ["image"] if most == 1 else [f"image {number + 1}" for number in range(most)]
+    data: list[list[Any]] = []
+    for row, files in zip_longest(found.rows, found.images, fillvalue=()):
+        pictures = [None if file is None else wandb.Image(str(file)) for file in files]
+        data.append([*row, *pictures, *[None] * (most - len(files))])
+    return wandb.Table(columns=[*found.columns, *titles], data=data)
 
 
 def _end_service() -> None:

@@ -1,4 +1,4 @@
-"""Answers and generations for a logger's tables: columns, and rows of text.
+"""Answers and generations for a logger's tables: columns, rows of text, and thumbnails.
 
 evals/step_N.jsonl ──► an evaluation's first answers
 microscope/step_N… ──► generations of a step that was trained (``log.microscope``)
@@ -16,6 +16,7 @@ from typing import Any
 from async_opd.files.safe_open import read_text
 from async_opd.microscope.folder import MICROSCOPE, files, records
 from async_opd.microscope.record import SampleRecord
+from async_opd.pictures.folder import thumbnail_file
 
 SAMPLES = 32
 """Rows of a table."""
@@ -25,10 +26,14 @@ EVERY = 25
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Rows of text under columns."""
+    """Rows of text under columns, and the thumbnails of each row's images, in order.
+
+    An image without a thumbnail is None.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    images: Sequence[Sequence[Path | None]] = ()
 
 
 @dataclass
@@ -45,7 +50,7 @@ class SampleTables:
         path = self.run_dir / "evals" / f"{name}.jsonl"
         if not path.exists():
             return None
-        return _table([json.loads(line) for line in read_text(path).splitlines()[:SAMPLES]])
+        return self._table([json.loads(line) for line in read_text(path).splitlines()[:SAMPLES]])
 
     def generations(self, step: int) -> SampleTable | None:
         """Of the newest recorded step up to this one, at most once in ``EVERY`` steps; else None.
@@ -59,7 +64,15 @@ class SampleTables:
             return None
         self._step = max(steps)
         found = islice(records(self.run_dir, [self._step]), SAMPLES)
-        return _table([_generation(one) for one in found])
+        return self._table([_generation(one) for one in found])
+
+    def _table(self, entries: Sequence[dict[str, Any]]) -> SampleTable:
+        """One column for each key; a table's columns hold one type: text."""
+        given = [entry.pop("images", ()) for entry in entries]
+        images = [[thumbnail_file(self.run_dir, one["sha256"]) for one in own] for own in given]
+        columns = list(dict.fromkeys(key for entry in entries for key in entry))
+        rows = [[_cell(entry.get(key)) for key in columns] for entry in entries]
+        return SampleTable(columns, rows, images)
 
 
 def _generation(record: SampleRecord) -> dict[str, Any]:
@@ -70,6 +83,7 @@ def _generation(record: SampleRecord) -> dict[str, Any]:
         "uid": record.uid,
         "data source": record.data_source,
         "teacher": record.teacher,
+        "images": [image._asdict() for image in record.images],
         "prompt": record.prompt,
         "response": "".join(map(record.text, record["token"])),
         "response tokens": record.response_tokens,
@@ -83,12 +97,6 @@ def _generation(record: SampleRecord) -> dict[str, Any]:
 
 def _mean(values: Any) -> float | None:
     return round(float(values.mean()), 6) if len(values) else None
-
-
-def _table(entries: Sequence[Mapping[str, Any]]) -> SampleTable:
-    """One column for each key; a table's columns hold one type: text."""
-    columns = list(dict.fromkeys(key for entry in entries for key in entry))
-    return SampleTable(columns, [[_cell(entry.get(key)) for key in columns] for entry in entries])
 
 
 def _cell(value: object) -> str:
