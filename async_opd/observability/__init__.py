@@ -1,4 +1,5 @@
 """What people look at: run.log, metrics, console, wandb, trace, and the watch for a stalled run.
 
-Imports ``microscope``, ``pictures``, ``processes``, ``config``, ``files``, ``waiting`` and ``core``.
+Imports ``microscope``, ``pictures``, ``processes``, ``config``, ``files``, ``waiting`` and
+``core``.
 """
