@@ -14,8 +14,8 @@ FILES = (".parquet", ".jsonl", ".json")
 PLACEHOLDER = "data/train.jsonl"
 """The file that is named where the framework names no data that can be read here."""
 
-FROZEN = "vision"
-"""What ``train.freeze`` calls the tower that sees."""
+FROZEN = ["vision_tower", "projector"]
+"""What others call the vision tower: of Qwen's models their projector is a part of it."""
 
 
 def importable(key: str, value: Any) -> Any:

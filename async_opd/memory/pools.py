@@ -97,7 +97,8 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
     if train.gradient_checkpointing == "auto" and not size.recomputable:
         wanted = "none"
     trained = trained_entries(config.student.model, train.lora) if train.lora else None
-    entries, memory = size.floats if trained is None else trained, machine.total or 0
+    still = _still(config, size)
+    entries, memory = size.floats - still if trained is None else trained, machine.total or 0
     teachers = config.teachers if score_kind(config.loss) == "hidden" else ()
     columns = (machine.sizes(config.teacher_model(name)).vocabulary for name in teachers)
     tokens = _row_tokens(config, device)
@@ -112,12 +113,25 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
         recompute=wanted,
         mask=train.attention == "sdpa" or (train.compile and device == "cpu"),
         trained=trained,
+        still=still,
+        sees_still=size.tower is not None and still == size.tower.entries,
         moment_bytes=moment_bytes(train.moments, SAMPLE) / math.prod(SAMPLE),
         teacher_vocabulary=max(columns, default=0),
         on_host=ON_HOST[train.offload] if device == "cuda" else frozenset(),
         reduces_once=train.ranks > 1 and reduces_once(train, entries, memory),
         kept=_heads(config, machine) | _recorded(config),
     )
+
+
+def _still(config: RunConfig, size: ModelSize) -> int:
+    """Entries of what sees that ``train.freeze`` names."""
+    if size.tower is None:
+        return 0
+    of = {
+        "projector": size.tower.projector,
+        "vision_tower": size.tower.entries - size.tower.projector,
+    }
+    return sum(of[part] for part in set(config.train.freeze))
 
 
 def _row_tokens(config: RunConfig, device: Device) -> int:
@@ -144,7 +158,8 @@ def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
     lora = config.train.lora
     if lora is not None and lora.sync == "adapter":
         return (step.trained or 0) * 4
-    return step.size.engine_bytes(engine_dtype(config.rollout.engine, device))
+    sent = replace(step.size, floats=step.size.floats - step.still)
+    return sent.engine_bytes(engine_dtype(config.rollout.engine, device))
 
 
 def _recorded(config: RunConfig) -> Terms:
@@ -181,7 +196,7 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
     step = step_of(config, machine)
     terms, ranks = peak(step), config.train.ranks
     state = states(replace(step, kept={}, on_host=frozenset()))
-    trained = step.size.floats if step.trained is None else step.trained
+    trained = step.size.floats - step.still if step.trained is None else step.trained
     copied = 4 * trained * step.copies // ranks + state["moments"]
     host = {"process": RANK_PROCESS, "checkpoint": copied}
     first = {"snapshot": _snapshot(config, step, machine.device)}

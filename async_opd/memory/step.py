@@ -36,7 +36,8 @@ class Step:
     ``ranks`` share the student, with ``copies`` of all shards. ``tokens`` are a rank's of its
     longest row, of which ``responses`` reach the head. ``half``: it computes in bfloat16.
     ``recompute``: which activations it computes again. ``mask``: attention has a mask of the whole
-    row. ``trained``: entries of adapters, None if all weights are trained. ``moment_bytes``: of
+    row. ``trained``: entries of adapters, None if all weights are trained. ``still``: entries of
+    what sees that are frozen, and ``sees_still``: nothing of it is trained. ``moment_bytes``: of
     both moments of an entry. ``on_host``: terms that are in host memory instead.
     ``teacher_vocabulary``: columns of a teacher's logits in the trainer. ``reduces_once``: each
     rank sums its gradients before they are sharded. ``kept``: further bytes that are there all the
@@ -53,6 +54,8 @@ class Step:
     recompute: Recomputation = "full"
     mask: bool = False
     trained: int | None = None
+    still: int = 0
+    sees_still: bool = False
     moment_bytes: float = 8
     on_host: frozenset[str] = frozenset()
     teacher_vocabulary: int = 0
@@ -82,8 +85,8 @@ class Step:
 def states(step: Step) -> Terms:
     """What a rank has in every phase of a step: its share of weights, gradients and moments."""
     size, shards = step.size, step.ranks // step.copies
-    trained = size.floats if step.trained is None else step.trained
-    frozen = 0 if step.trained is None else (2 if step.half else 4) * size.floats
+    trained = size.floats - step.still if step.trained is None else step.trained
+    frozen = (2 if step.half else 4) * (step.still if step.trained is None else size.floats)
     found = {
         "parameters": (frozen + 4 * trained) // shards,
         "gradients": 4 * trained // (1 if step.reduces_once else shards),
@@ -130,7 +133,7 @@ def backward(step: Step) -> Terms:
 def _seen(step: Step, backward: bool = False) -> Terms:
     """What a trained tower keeps of images; ``backward``: in its own pass, with a layer of it."""
     tower = step.size.tower
-    if tower is None or step.frozen:
+    if tower is None or step.frozen or step.sees_still:
         return {}
     of = (tower, step.precision, step.recompute, step.tokens)
     return {"images": kept_of_tower(*of) + (layer_of_tower(*of) if backward else 0)}

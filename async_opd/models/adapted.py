@@ -8,7 +8,7 @@ from typing import Any
 
 from async_opd.config.sections.train import LoraConfig
 from async_opd.models.model_files import ModelError
-from async_opd.models.model_size import tensors_of
+from async_opd.models.model_size import SEES, tensors_of
 
 NOT_LINEAR = re.compile(
     r"(^|\.)(lm_head|embed_\w+|\w*embeddings?|wte|wpe|router|experts|(mlp|block_sparse_moe)\.gate)\."
@@ -24,7 +24,8 @@ def linear_layers(model: str | Path) -> dict[str, tuple[int, int]]:
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape, _ in _tensors(model)
-        if name.endswith(".weight") and len(shape) == 2 and not NOT_LINEAR.search(name)
+        if name.endswith(".weight") and len(shape) == 2
+        if not NOT_LINEAR.search(name) and not SEES.search(name)
     }
 
 

@@ -31,6 +31,8 @@ TABLES = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|lm_head|e
 FIRST_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.0\.")
 SEES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Names of a tower's tensors, and of what projects its states into the decoder's."""
+PROJECTS = re.compile(r"(projector|merger|connector|aligner)", re.IGNORECASE)
+"""In names of the latter (``trainer.vision.parts``)."""
 
 Tensor = tuple[str, tuple[int, ...], str]
 """Name, shape and stored type."""
@@ -38,7 +40,7 @@ Tensor = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Tower:
-    """What sees, with ``entries`` of which its projector has some.
+    """What sees, with ``entries`` of which its ``projector`` has some.
 
     ``hidden`` and ``inner`` are the widths of its ``layers``. A patch is ``patch`` numbers;
     ``merged`` patches are a token of the decoder.
@@ -50,9 +52,10 @@ class Tower:
     layers: int
     patch: int
     merged: int
+    projector: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], entries: int) -> Tower | None:
+    def of(cls, config: Mapping[str, Any], entries: int, projector: int = 0) -> Tower | None:
         """By a config.json; None for a model that does not see. TypeError, ValueError."""
         given = config.get("vision_config")
         if not isinstance(given, Mapping) or not entries:
@@ -64,7 +67,7 @@ class Tower:
             merged = max((_number(given, "image_size") // side) ** 2 // tokens, 1)
         inner = _number(given, "intermediate_size") or 4 * hidden
         layers = _number(given, "depth", "num_hidden_layers")
-        return cls(entries, hidden, inner, layers, patch, merged)
+        return cls(entries, hidden, inner, layers, patch, merged, projector)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class ModelSize:
             for _, shape, kind in tensors
             if kind not in FLOATS
         )
-        seeing = sum(math.prod(shape) for name, shape, _ in tensors if SEES.search(name))
+        seeing = {name: math.prod(shape) for name, shape, _ in tensors if SEES.search(name)}
+        projector = sum(entries for name, entries in seeing.items() if PROJECTS.search(name))
         tensors = [one for one in tensors if not SEES.search(one[0])]
         first = {FIRST_LAYER.split(name)[-1] for name, *_ in tensors if FIRST_LAYER.search(name)}
         given = text_settings(config)
@@ -150,7 +154,7 @@ class ModelSize:
             experts=experts,
             active=_number(given, "num_experts_per_tok") if experts else 0,
             recomputable=given.get("model_type") not in NOT_RECOMPUTED,
-            tower=Tower.of(config, seeing),
+            tower=Tower.of(config, sum(seeing.values()), projector),
         )
 
     @property

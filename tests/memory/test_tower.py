@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_opd.memory.activations import Precision
-from async_opd.memory.step import Step, backward, loss, peak
+from async_opd.memory.step import Step, backward, loss, peak, states
 from async_opd.memory.tower import kept_of_tower, layer_of_tower
 from async_opd.models.model_size import ModelSize, Tower
 
@@ -86,3 +86,16 @@ def test_images_are_in_the_peak_of_a_student_that_sees_and_in_no_others() -> Non
     assert peak(step)["images"] > 0
     blind = Step(ModelSize(**{**vars(SIZE), "tower": None}), ranks=2)
     assert not any("images" in of(blind) for of in (loss, backward))
+
+
+def test_a_frozen_tower_has_neither_moments_nor_activations_that_are_kept() -> None:
+    trained, frozen = Step(SIZE), Step(SIZE, still=TOWER.entries, sees_still=True)
+    saved = states(trained)["moments"] - states(frozen)["moments"]
+    assert saved == 8 * TOWER.entries
+    assert states(trained)["parameters"] - states(frozen)["parameters"] == 2 * TOWER.entries
+    assert "images" not in peak(frozen)
+
+
+def test_the_projectors_entries_are_told_apart() -> None:
+    tower = tower_of_the_example()
+    assert 0 < tower.projector < tower.entries
