@@ -173,13 +173,13 @@ def throughput(run: RecordedRun) -> Iterator[Chart | None]:
     found = [(rows[-1].step, pool_times(run, rows)) for rows in windows]
     for index, pool in enumerate(run.pools if found else ()):
         shares = [(float(step), times[index].shares) for step, times in found if times]
-        names = [name for name in COLOURED if name in shares[0][1]]
+        names = [name for name in COLOURED if any(name in share for _, share in shares)]
         yield shares_over_time(
             f"pool-{index}",
             f"{spoken(pool)}: computing and waiting".capitalize(),
             "Shares of its time. The pool that limits computes nearly all of the time.",
             names,
-            [(step, [share[name] for name in names]) for step, share in shares],
+            [(step, [share.get(name, 0.0) for name in names]) for step, share in shares],
         )
 
 
