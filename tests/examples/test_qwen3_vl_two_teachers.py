@@ -29,6 +29,9 @@ KEYS = {
     "teachers.geo3k.model": "Qwen3-VL-4B-Instruct",
 }
 
+CLUSTER = ["cluster.address=auto", "cluster.device=cuda", "cluster.gpu_memory_gib=79"]
+"""GPUs elsewhere: the memory of this machine's host says nothing about theirs."""
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -59,7 +62,7 @@ def checked(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """What the checks find, with files in place of the hub's data sets."""
     folder = tmp_path_factory.mktemp("data")
     example = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
-    overrides = local(models)
+    overrides = [*local(models), *CLUSTER]
     for part in ("train", "eval"):
         files = []
         for number, entry in enumerate(example["data"][part]):
@@ -114,6 +117,10 @@ def test_each_pool_fits_gpus_of_80_gb(config: RunConfig) -> None:
 def test_its_loss_is_k1_as_a_policy_gradient_without_a_task_reward(config: RunConfig) -> None:
     loss = config.loss.model_dump()
     assert (loss["kind"], loss["gradient"], config.reward) == ("k1", "policy_gradient", None)
+
+
+def test_it_has_no_problem(checked: Inputs) -> None:
+    assert checked.problems == []
 
 
 def test_every_row_has_a_teacher_and_those_with_pictures_the_one_that_sees(

@@ -25,7 +25,7 @@ VISION = EXAMPLES / "vision"
 PICTURED = ("count", "larger", "digit")
 TEACHERS = {**dict.fromkeys(PICTURED, "teacher-vision"), "sort": "teacher-text"}
 MODELS = ("student", "teacher-vision", "teacher-text")
-SUBSET = 96
+SUBSET = 48
 
 
 @pytest.fixture(scope="module")
