@@ -1,0 +1,78 @@
+"""examples/vision.yaml as a user runs it: two teachers, one of which sees, real vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_run import Run, Running
+
+pytestmark = pytest.mark.engine
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE, MAKE = EXAMPLES / "vision.yaml", EXAMPLES / "vision" / "make.py"
+PICTURED = ("count", "larger", "digit")
+SOURCES = (*PICTURED, "sort")
+STEPS, BATCH = 8, 32
+WHOLE = ["train.steps=360", "async.sync_steps=4", "eval.every=120", "eval.max_prompts=null"]
+FEW = [f"train.steps={STEPS}", f"train.batch_size={BATCH}", "eval.every=0", "eval.max_prompts=16"]
+BOUND_S = 15 * 60
+
+
+def drawn(folder: Path, train: int, evaluation: int) -> list[str]:
+    """Overrides that name files with so many rows of each task."""
+    sizes = ["--train", str(train), "--eval", str(evaluation)]
+    command = [sys.executable, str(MAKE), "--out", str(folder), *sizes]
+    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    return [f"data.{part}={folder / 'data' / part}.parquet" for part in ("train", "eval")]
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("few")
+    data = drawn(folder, 100, 8)
+    return Running(folder / "run", *FEW, *data, "log.wandb=off", example=EXAMPLE).end()
+
+
+def test_eight_steps_train_every_sample_and_lose_none(few: Run) -> None:
+    assert (few.code, few.summary["ledger/trained"]) == (0, STEPS * BATCH), few.output
+    assert few.left == []
+
+
+def test_both_teachers_score_samples_of_their_own_sources(few: Run) -> None:
+    for teacher in ("sees", "reads"):
+        assert sum(line.get(f"teacher/{teacher}/tokens_per_s", 0) for line in few.metrics) > 0
+
+
+def test_the_teachers_are_evaluated_on_pictures_and_on_text(few: Run) -> None:
+    for source in SOURCES:
+        assert few.summary[f"eval_teacher/{source}/accuracy"] >= 0.9
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
+    folder = tmp_path_factory.mktemp("whole")
+    data = drawn(folder, 2000, 128)
+    started = time.monotonic()
+    run = Running(folder / "run", *WHOLE, *data, "log.wandb=off", example=EXAMPLE).end(2 * BOUND_S)
+    return run, time.monotonic() - started
+
+
+@pytest.mark.long
+def test_the_student_learns_from_both_teachers_within_a_quarter_of_an_hour(
+    whole: tuple[Run, float],
+) -> None:
+    run, seconds = whole
+    assert run.code == 0, run.output
+    for source in SOURCES:
+        before, after, teacher = (
+            run.summary[f"{when}/{source}/accuracy"]
+            for when in ("eval_initial", "eval", "eval_teacher")
+        )
+        assert before <= 0.4 * teacher, source
+        assert after >= 0.9 * teacher, source
+    assert seconds <= BOUND_S
