@@ -10,12 +10,14 @@ A process whose GPUs others share is built after these, which sleep then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+from async_opd.accounting.images import kept
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
@@ -36,12 +38,13 @@ from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher
 from async_opd.core.errors import StageError, first_cause
-from async_opd.core.stages import WeightSync
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
 from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
-from rollouter.stage import RollouterStage
+from rollouter.stage import RollouterStage, RolloutReplica
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import TeacherWeights
 
@@ -155,9 +158,24 @@ async def launch_evaluators(
             if reaper is not None:
                 reaper.track_descendants()
             named = {student.name: student for student in students}
-            yield RollouterStage(named, queue, None, config.supervision, pool=EVAL)
+            yield _Evaluators(named, queue, None, config.supervision, pool=EVAL)
         finally:
             await actor_factory.close()
+
+
+class _Evaluators(RollouterStage):
+    """The stage in the driver's process, where prompts have their images' bytes."""
+
+    def __init__(
+        self, replicas: Mapping[str, RolloutReplica], queue: Queue, *of: Any, **named: Any
+    ) -> None:
+        super().__init__(replicas, queue, *of, **named)
+        self._images, self._calls = queue, count()
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """See RollouterStage.generate; the queue holds the images meanwhile."""
+        async with kept(self._images, f"evaluation {next(self._calls)}", prompts):
+            return await super().generate(prompts, sampling)
 
 
 @asynccontextmanager

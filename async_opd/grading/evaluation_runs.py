@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
+from async_opd.accounting.images import kept
 from async_opd.core.samples import DeadLetter
 from async_opd.core.stages import Stages
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
@@ -90,8 +92,9 @@ class EvaluationRuns:
             return
         first, self.measured = self._version(), step
         try:
-            work = self._evaluation.run(self._stages.rollouter.generate, prefix)
-            measured = await self._bounded("the evaluation", work, endless=endless)
+            async with self._images(prefix):
+                work = self._evaluation.run(self._stages.rollouter.generate, prefix)
+                measured = await self._bounded("the evaluation", work, endless=endless)
             # no replica answers with an older version; the newest one may be on some of them only
             oldest = measured.versions[0] if measured.versions else first
             if oldest > first:
@@ -106,10 +109,16 @@ class EvaluationRuns:
     async def measure_teachers(self, least_s: float) -> None:
         """Measures and logs the teachers, which report progress at least every ``least_s``."""
         if self._evaluation is not None:
-            work = self._evaluation.run_teachers(self._stages.scorer.generate)
-            measured = await self._bounded("the evaluation of the teachers", work, least_s)
+            async with self._images(TEACHERS):
+                work = self._evaluation.run_teachers(self._stages.scorer.generate)
+                measured = await self._bounded("the evaluation of the teachers", work, least_s)
             await self._record(measured, TEACHERS)
             self._publish(measured, 0, self._version())
+
+    def _images(self, owner: str) -> AbstractAsyncContextManager[None]:
+        """The queue holds the prompts' images meanwhile."""
+        assert self._evaluation is not None
+        return kept(self._stages.queue, owner, self._evaluation.prompts)
 
     async def _record(self, measured: EvaluationResult, name: str) -> None:
         assert self._evaluation is not None

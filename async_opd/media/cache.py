@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from async_opd.core.errors import RolloutFault, StageTimeout
 from async_opd.core.row import Media
+from async_opd.core.stages import Queue
 
 Fetch = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
 """Encoded bytes by SHA-256; hashes whose bytes nobody holds are left out (``Queue.media``)."""
@@ -21,6 +22,17 @@ FETCH_S = 300.0
 """Seconds after which a fetch has failed, where no other bound is given."""
 REMEDY = "resume the run: the driver reads images again from the data source"
 SLOW = "raise timeouts.request_s if the queue's node is only slow; otherwise see the queue's log"
+
+
+@dataclass(frozen=True)
+class FromQueue:
+    """Fetches from the queue. It can be pickled, where a method of a proxy cannot."""
+
+    queue: Queue
+
+    async def __call__(self, hashes: Sequence[str]) -> Mapping[str, bytes]:
+        """See Queue.media."""
+        return await self.queue.media(hashes)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from async_opd.core.errors import RolloutFault, StageError, StageTimeout
 from async_opd.core.row import Media
-from async_opd.media.cache import MediaCache
+from async_opd.media.cache import FromQueue, MediaCache
 from tests.properties import examples
 
 
@@ -41,8 +41,11 @@ class Held:
         return {one: self.bytes[one] for one in hashes if one in self.bytes}
 
 
-async def nothing(hashes: Sequence[str]) -> Mapping[str, bytes]:
-    return {}
+class Stored:
+    """A queue that holds one image."""
+
+    async def media(self, hashes: Sequence[str]) -> Mapping[str, bytes]:
+        return {image(b"a").sha256: b"a"}
 
 
 async def test_images_come_in_the_order_of_their_references_and_once_a_hash() -> None:
@@ -176,8 +179,9 @@ async def test_a_report_counts_since_the_last_one() -> None:
     }
 
 
-def test_a_new_cache_crosses_a_process_border() -> None:
-    assert pickle.loads(pickle.dumps(MediaCache(nothing, 7))).held_bytes == 0
+async def test_a_new_cache_crosses_a_process_border_with_its_queue() -> None:
+    cache = pickle.loads(pickle.dumps(MediaCache(FromQueue(Stored()), 7)))  # type: ignore[arg-type]
+    assert await cache.get([image(b"a")]) == [b"a"]
 
 
 @given(
