@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import Queue
-from async_opd.media.cache import MediaCache
+from async_opd.media.cache import FromQueue, MediaCache
 from async_opd.models.model_files import sees
 
 
@@ -16,4 +16,4 @@ def image_caches(config: RunConfig, model: str, queue: Queue | None) -> tuple[Me
     if queue is None or not sees(model):
         return ()
     nbytes = config.data.image_cache_mib << 20
-    return (MediaCache(queue.media, nbytes, config.timeouts.request_s),)
+    return (MediaCache(FromQueue(queue), nbytes, config.timeouts.request_s),)
