@@ -371,6 +371,7 @@ def world(
             "timeouts": {"stall_s": stall_s},
             "supervision": {"timeout_s": life_s},
             "guardrail": guardrail or {},
+            "log": {"pools_every_s": 0},
             "reward": {} if groups else None,
         }
     )
