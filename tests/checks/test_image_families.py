@@ -173,3 +173,19 @@ def test_a_runs_rows_say_which_models_get_images(tmp_path: Path) -> None:
     assert "rows of sort have images" in said["student.model"]
     assert "rows of sort have images" in said["teachers.sort.model"]
     assert "teachers.reverse.model" not in said
+
+
+@pytest.mark.parametrize(("api", "refused"), [("sglang", True), ("vllm", False)])
+def test_images_go_to_servers_of_vllm_only(tmp_path: Path, api: str, refused: bool) -> None:
+    see = {"kind": "endpoint", "urls": ["http://h:1"], "served_model": "v", "api": api}
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "s"},
+            "teachers": {"see": {**see, "sources": ["pictures"]}},
+            "data": {"train": "none.jsonl"},
+        }
+    )
+    collected = Findings("c.yaml")
+    models = {STUDENT: files(tmp_path / "s", SEES)}
+    check_families(config, "cpu", models, frozenset(), {"pictures"}, collected)
+    assert [one.key for one in collected.problems] == ["teachers.see.api"] * refused

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING
 
 from async_opd.config.sections.section import ModelSection
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.models.families import PROCESSORS, TAKEN, refused, renamed_tower, without_processor
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def check_families(
             found.add(key, f"{what}: its config.json has no vision_config", remedy)
     for key in sorted(seeing & {STUDENT, *asked}):
         _family(key, files[key], device, key in partial, found)
+    for key, theirs in asked.items():
+        teacher = config.teachers.get(key.removeprefix("teachers.").removesuffix(".model"))
+        if isinstance(teacher, EndpointTeacher) and teacher.api == "sglang":
+            message = f"rows of {', '.join(theirs)} have images, which go to servers of vLLM only"
+            remedy = "serve the teacher by vLLM with --enable-scale-out, and set api to vllm"
+            found.add(f"{key.removesuffix('.model')}.api", message, remedy)
     _settings(config, files, seeing, found)
     missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
     if missing and (asked or STUDENT in seeing):
