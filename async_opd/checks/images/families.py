@@ -52,8 +52,8 @@ def check_families(
     for key in sorted(seeing & {STUDENT, *asked}):
         _family(key, files[key], device, key in partial, found)
     for key, theirs in asked.items():
-        teacher = config.teachers.get(key.removeprefix("teachers.").removesuffix(".model"))
-        if isinstance(teacher, EndpointTeacher) and teacher.api == "sglang":
+        served = config.teachers.get(key.removeprefix("teachers.").removesuffix(".model"))
+        if isinstance(served, EndpointTeacher) and served.api == "sglang":
             message = f"rows of {', '.join(theirs)} have images, which go to servers of vLLM only"
             remedy = "serve the teacher by vLLM with --enable-scale-out, and set api to vllm"
             found.add(f"{key.removesuffix('.model')}.api", message, remedy)
