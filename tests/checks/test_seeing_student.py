@@ -9,11 +9,13 @@ import pytest
 
 from async_opd.checks.findings import Findings
 from async_opd.checks.images.training import check_seeing_student
+from async_opd.config.sections.log import LogConfig
 from async_opd.config.sections.train import TrainConfig
 
 
-def keys(sees: bool, **train: Any) -> list[str]:
-    config: Any = SimpleNamespace(train=TrainConfig(**train))
+def keys(sees: bool, replay: bool = False, **train: Any) -> list[str]:
+    log = LogConfig(replay=replay)
+    config: Any = SimpleNamespace(train=TrainConfig(**train), log=log)
     settings = {"vision_config": {}} if sees else {}
     student: Any = SimpleNamespace(path="m", config=settings)
     found = Findings("run.yaml")
@@ -40,3 +42,8 @@ def test_what_no_step_of_a_student_that_sees_computes_is_refused(
 def test_a_student_that_reads_text_only_has_nothing_to_freeze() -> None:
     assert keys(False, freeze=["vision_tower"]) == ["train.freeze"]
     assert keys(True, freeze=["vision_tower", "projector"]) == []
+
+
+def test_steps_of_a_student_that_sees_are_not_kept_for_replay() -> None:
+    assert keys(True, replay=True) == ["log.replay"]
+    assert keys(False, replay=True) == []

@@ -1,4 +1,4 @@
-"""Checks of ``train`` for students that see: what no step of theirs can compute."""
+"""Checks for students that see: what no step of theirs can compute, or keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_seeing_student(config: RunConfig, student: ModelFiles | None, found: Findings) -> None:
-    """Reports settings of ``train`` that do not go with a student that sees, or need one."""
+    """Reports settings that do not go with a student that sees, or need one."""
     if student is None:
         return
     sees = student.config.get("vision_config") is not None
@@ -36,6 +36,9 @@ def _of_seeing(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if train.routing == "replay":
         message = f"found replay {sees}: an engine's choices for tokens of images were not compared"
         yield "train.routing", message, "own"
+    if config.log.replay:
+        message = f"found true {sees}: kept steps have no images, and could not be computed again"
+        yield "log.replay", message, "false"
 
 
 def _of_text(config: RunConfig, student: ModelFiles) -> Iterator[tuple[str, str, str]]:
