@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from tests.conftest import make_prompt
@@ -51,6 +52,7 @@ def replica(engine: Engine) -> Any:
     made: Any = object.__new__(StudentReplica)
     made._engine, made._gate = engine, Gate()
     made._spec = type("Spec", (), {"kwargs": {}})
+    made._prompts, made._never = EnginePrompts("student", None, None, None), {}
     made._activity, made._exit_watch = Activity("the engine"), Watch()
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
     made._unpaused.set()
