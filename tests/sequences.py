@@ -31,8 +31,9 @@ def sequence(
     seed: int = 0,
     teacher: str = "t",
     teacher_ids: bool = False,
+    media: bool = True,
 ) -> Rollout:
-    """A rollout of these parts with random tokens, log-probabilities, versions and media."""
+    """A rollout of these parts with random tokens, log-probabilities, versions and ``media``."""
     rng = np.random.default_rng(seed)
     spans = spans_of([(PROMPT, prompt), *after])
     total, sampled = spans[-1].end, sum(length for origin, length in after if origin == STUDENT)
@@ -40,7 +41,7 @@ def sequence(
     best = rng.random((sampled, vocabulary)).argsort(-1)[:, :top_k].astype(np.int32)
     other = rng.integers(0, vocabulary, prompt + 2).astype(np.int32) if teacher_ids else None
     cut = int(rng.integers(0, sampled + 1))
-    images = _media(seed + 1, seed % 2)
+    images = _media(seed + 1, seed % 2 * media)
     versions = (VersionSpan(2, 0, cut), VersionSpan(3, cut, sampled))
     return Rollout(
         uid=uid,
@@ -51,7 +52,7 @@ def sequence(
         version_spans=tuple(span for span in versions if span.start < span.end),
         finish_reason="stop",
         topk_ids=best if top_k else None,
-        media=_media(seed, seed % 3),
+        media=_media(seed, seed % 3 * media),
     )
 
 

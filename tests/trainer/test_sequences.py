@@ -95,7 +95,7 @@ def samples(kind: str, batch: list[Parts]) -> list[Sample]:
     """With rewards; all are rollouts of one prompt."""
     made = []
     for index, after in enumerate(batch):
-        rollout = sequence(f"p/{index}", after, prompt=1 + index, seed=index, top_k=K)
+        rollout = sequence(f"p/{index}", after, prompt=1 + index, seed=index, top_k=K, media=False)
         rollout = replace(rollout, reward=float(index % 2))
         made.append(Sample(rollout.without_teacher_inputs, scores_of(kind, rollout, seed=index)))
     return made
