@@ -33,6 +33,7 @@ class Engine:
         )
         cache = SimpleNamespace(block_size=4)
         self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache)
+        self.model_config, self.renderer = SimpleNamespace(is_multimodal_model=False), None
         self.answers = list(answers)
         self.asked: list[Any] = []
 

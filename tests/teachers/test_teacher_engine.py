@@ -64,7 +64,7 @@ def rollouts() -> list[Any]:
     ids[-3:] = 61, 62, 63
     made[-1] = replace(made[-2], uid=f"{made[-2].prompt.uid}/1", continuation=ids)
     made.append(sequence("turns/0", TURNS, prompt=1, vocabulary=60, top_k=K))
-    long = sequence("long/0", LONG, prompt=12, vocabulary=60, top_k=K, seed=1)
+    long = sequence("long/0", LONG, prompt=12, vocabulary=60, top_k=K, seed=1, media=False)
     ids = long.continuation.copy()
     ids[-3:] = 61, 62, 63
     return [*made, long, replace(long, uid="long/1", continuation=ids)]
