@@ -1,4 +1,7 @@
-"""Runs whose two teachers take turns with the student's engine, or with the trainer."""
+"""A run whose two teachers take turns with the trainer.
+
+tests/cluster/test_colocated_trainer_run.py has a teacher that takes turns with the student's engine.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,12 @@ from tests.cluster.test_run import Run, Running
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
-WORK = {"rollout": "generate", "train": "step"}
-"""What each host of colocated teachers does, as trace.json names it."""
-
-
-@pytest.fixture(scope="module", params=WORK)
-def host(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def shared(host: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "shared",
         *(f"teachers.{name}.placement=colocated" for name in ("sort", "reverse")),
-        *(f"teachers.{name}.with={host}" for name in ("sort", "reverse")),
+        *(f"teachers.{name}.with=train" for name in ("sort", "reverse")),
         *("eval.every=0", "log.wandb=off"),
     )
     return running.end()
@@ -41,16 +35,16 @@ def test_the_teachers_answer_their_tasks_in_their_turns(shared: Run) -> None:
         assert shared.summary[f"eval_teacher/{source}/accuracy"] >= 0.97
 
 
-def test_a_host_and_its_teachers_never_work_at_the_same_time(host: str, shared: Run) -> None:
+def test_the_trainer_and_its_teachers_never_work_at_the_same_time(shared: Run) -> None:
     events = json.loads((shared.directory / "trace.json").read_text())["traceEvents"]
     work = [
         (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
-        if event.get("ph") == "X" and event["name"] in (WORK[host], "score")
+        if event.get("ph") == "X" and event["name"] in ("step", "score")
     ]
     work.sort()
     late = [
         (one, two) for one, two in itertools.pairwise(work) if one[2] != two[2] and two[0] < one[1]
     ]
-    assert {name for _, _, name in work} == {WORK[host], "score"}
+    assert {name for _, _, name in work} == {"step", "score"}
     assert late == []

@@ -18,7 +18,7 @@ from async_opd.config.load import load_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "objectives").glob("*.yaml"))
 QUICKSTART = EXAMPLES[0].parents[1] / "quickstart.yaml"
-ELSEWHERE = {"k1_policy_gradient"}  # run by tests/cluster/test_run.py
+ELSEWHERE = {"k1_policy_gradient", "full_vocab"}  # tests/cluster: test_run, test_rank_layouts_run
 LIKE_THE_QUICKSTART = {"forward_kl_topk", "jsd"}  # but for the objective
 RUN = [e for e in EXAMPLES if e.stem not in ELSEWHERE | LIKE_THE_QUICKSTART]
 STEPS = 3
