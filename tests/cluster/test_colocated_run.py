@@ -1,6 +1,6 @@
 """A run whose two teachers take turns with the trainer.
 
-tests/cluster/test_colocated_trainer_run.py has a teacher that takes turns with the student's engine.
+tests/cluster/test_colocated_trainer_run.py has a teacher that takes turns with the engine.
 """
 
 from __future__ import annotations
