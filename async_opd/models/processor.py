@@ -7,8 +7,10 @@ families here: each image's tokens are those that the processor puts in place of
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +29,18 @@ PROBE = 64
 """Width and height in pixels of an image that shows which tokens stand around an image's own."""
 UNSAMPLED = ("image", "video", "audio")
 """Kinds of placeholders that no response may have."""
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """No log lines below an error: importing transformers' processors imports torchao, which names
+    each of its kernels that this machine cannot load."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 class ProcessorError(ValueError):
@@ -72,8 +86,9 @@ class ImageProcessor:
         ``processor_kwargs`` replace settings of the image processor, such as ``max_pixels``.
         ProcessorError if it cannot be loaded, or has no such setting.
         """
-        from transformers import AutoProcessor
-        from transformers.processing_utils import ProcessorMixin
+        with _without_warnings():
+            from transformers import AutoProcessor
+            from transformers.processing_utils import ProcessorMixin
 
         try:
             processor = AutoProcessor.from_pretrained(

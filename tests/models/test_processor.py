@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,11 @@ def test_a_setting_that_no_processor_reads_is_refused(model: Path) -> None:
 def test_a_model_of_text_has_no_image_processor(quickstart: str) -> None:
     with pytest.raises(ProcessorError, match="processor"):
         ImageProcessor.load(f"{quickstart}/models/student")
+
+
+def test_a_processor_is_loaded_without_a_line_about_kernels_of_other_machines() -> None:
+    student = Path(__file__).parents[2] / "examples" / "vision" / "models" / "student"
+    load = "import sys; from async_opd.models.processor import ImageProcessor as P; P.load(sys.argv[1])"
+    command = [sys.executable, "-c", load, str(student)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout + done.stderr == ""
