@@ -33,8 +33,11 @@ UNSAMPLED = ("image", "video", "audio")
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """No log lines below an error: importing transformers' processors imports torchao, which names
-    each of its kernels that this machine cannot load."""
+    """No log lines below an error.
+
+    Importing transformers' processors imports torchao, which names each of its kernels that cannot
+    be loaded here.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
