@@ -59,10 +59,10 @@ def run_at(place: str, wanted: Wanted = record) -> Iterator[Path]:
 def _fetched(place: str, into: Path, wanted: Wanted) -> bool:
     """Downloads a copy. With that of the end comes the config of the newest checkpoint."""
     url, _, name = place.rpartition("/")
+    copies, newest, copy = RunCopies.at(url), None, None
     if _COPY.fullmatch(name):
-        copies, newest = RunCopies.at(url), None
         copy = copies.complete(name)
-    else:
+    if copy is None:  # a mirror, whatever its name
         copies = RunCopies.at(place)
         newest = copies.newest()
         copy = copies.complete(END) or (newest and newest[1])

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.checkpoint.earlier_run import is_completed, refuse_mirrored, take_mirrored
+from async_opd.checkpoint.fetched_run import run_at
 from async_opd.checkpoint.mirror import TRIES, Mirror
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.run_copies import END, LISTING, RunCopies, may_be_copied
@@ -112,6 +113,15 @@ def test_what_is_taken_is_what_was_mirrored(tmp_path: Path) -> None:
     assert RunCopies.at(URL).steps() == [2, 4]
     found = {path.name for path in (tmp_path / "other").iterdir()}
     assert found == {"config.yaml", LEDGER, "checkpoints"}
+
+
+@pytest.mark.parametrize("name", [END, "step_7"])
+def test_a_mirror_whose_url_ends_like_a_copys_is_read_too(tmp_path: Path, name: str) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    sync(run, f"memory://bucket/{name}")
+    with run_at(f"memory://bucket/{name}") as folder:
+        assert (folder / LEDGER).read_bytes() == (run.folder / LEDGER).read_bytes()
 
 
 def test_steps_are_removed_as_keep_says_and_others_stay_as_they_are(tmp_path: Path) -> None:
