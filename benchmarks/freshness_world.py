@@ -102,7 +102,8 @@ class World:
         from transformers import AutoModelForCausalLM
 
         from async_opd.weight_sync.coordinator import BroadcastSync
-        from async_opd.weight_sync.freshness import Freshness, held_rows
+        from async_opd.weight_sync.freshness import Freshness
+        from async_opd.weight_sync.held_rows import held_rows
         from rollouter.transports.gloo import GlooSender
         from trainer.publisher import Publisher
         from trainer.stage import TrainerStage

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.arrays import Float32, Int32
+from async_opd.core.arrays import Float32
 from async_opd.core.errors import StageError
+from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.waiting.race import gather_or_cancel
-from async_opd.weight_sync.freshness import LENGTHS
+from async_opd.weight_sync.held_rows import LENGTHS, HeldRow
 from rollouter.adapter_worker import ADAPTER_ID
 
 QUANTIZED_ROUNDING = 2.0**-4
@@ -56,22 +56,36 @@ def rounding_of(config: VllmConfig) -> float:
 
 
 async def held_logprobs(
-    engine: AsyncLLM, rows: Sequence[Int32], name: str, adapter: LoRARequest | None = None
+    engine: AsyncLLM,
+    rows: Sequence[HeldRow],
+    name: str,
+    prompts: EnginePrompts,
+    adapter: LoRARequest | None = None,
 ) -> tuple[Float32, ...]:
-    """Log-probabilities of each row's tokens but the first, at temperature 1.
+    """Log-probabilities of each row's compared tokens, at temperature 1.
 
-    ``name`` is unique. StageError if the engine ends a request without them.
+    ``name`` is unique; ``prompts`` are the engine's. StageError if the engine ends a request
+    without them.
     """
-    scoring = (_scored(engine, ids, f"{name}/{index}", adapter) for index, ids in enumerate(rows))
+    images = {sha256: encoded for row in rows for sha256, encoded in row.images.items()}
+    seen = prompts.of_images(images)
+    scoring = (
+        _scored(engine, row, f"{name}/{index}", seen, adapter) for index, row in enumerate(rows)
+    )
     return tuple(await gather_or_cancel(*scoring))
 
 
-async def _scored(engine: AsyncLLM, ids: Int32, name: str, adapter: LoRARequest | None) -> Float32:
+async def _scored(
+    engine: AsyncLLM, row: HeldRow, name: str, prompts: EnginePrompts, adapter: LoRARequest | None
+) -> Float32:
     """Of one row; vLLM reads no cached prefix with ``prompt_logprobs``, the salt makes sure."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    request = TokensPrompt(prompt_token_ids=ids.tolist(), cache_salt=name)
+    rollout = row.rollout()
+    shown = await prompts.of(rollout.prompt)
+    ids: list[int] = rollout.continuation.tolist()
+    request: Any = shown.request(name, ids)
     async for output in engine.generate(request, params, name, lora_request=adapter):
         if output.finished and output.prompt_logprobs is not None:
-            found = zip(output.prompt_logprobs[1:], ids[1:].tolist(), strict=True)
+            found = zip(output.prompt_logprobs[-len(ids) :], ids, strict=True)
             return np.array([row[token].logprob for row, token in found if row], np.float32)
     raise StageError("student", f"the engine ended the held row {name} without its scores")

@@ -26,7 +26,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
 from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
@@ -42,6 +41,7 @@ from async_opd.processes.exit_watch import ExitWatch
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import race
 from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
+from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.engine_load import load_watcher, sentinels
 from rollouter.evaluation_worker import EvaluationWorker
@@ -265,13 +265,13 @@ class StudentReplica:
         self._counters["paused_s"] += paused_s
         self._total_paused_s += paused_s
 
-    async def evidence(self, rows: Sequence[Int32]) -> Evidence:
+    async def evidence(self, rows: Sequence[HeldRow]) -> Evidence:
         """Log-probabilities of the rows under the current weights, and digests of these."""
         self._requests += 1
         async with self._gate:
             await self._unpaused.wait()
             name = f"held#{self._requests}"
-            scoring = held_logprobs(self._engine, rows, name, self._adapter)
+            scoring = held_logprobs(self._engine, rows, name, self._prompts, self._adapter)
             logprobs = await self._exit_watch.within(scoring)
         loaded = await self._rpc("loaded_digests")
         return Evidence(logprobs, tuple(loaded), rounding_of(self._engine.vllm_config))

@@ -81,7 +81,7 @@ def vision_kwargs(model: Path) -> dict[str, Any]:
     )
 
 
-class Reference:
+class Transformers:
     """A model in transformers, with its processor."""
 
     def __init__(self, folder: Path) -> None:

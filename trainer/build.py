@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from async_opd.config.device_defaults import offloads, train_threads
-from async_opd.core.arrays import Int32
 from async_opd.core.stages import Queue
 from async_opd.microscope.folder import MICROSCOPE, RecordWriter
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
 from async_opd.pictures.shown_text import ShownText
-from async_opd.weight_sync.freshness import LENGTHS, held_rows
+from async_opd.weight_sync.held_rows import LENGTHS, HeldRow
 from trainer.batches.token_weights import TokenWeighting
 from trainer.layers.compiled import compile_layers
 from trainer.learner import Learner
@@ -34,6 +33,7 @@ from trainer.student.check import check_rank, check_student
 from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.teacher_heads import load_heads
+from trainer.vision.held import rows_to_hold
 from trainer.vision.images import sight_of
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def build_follower(
     return Follower(build_rank(config, device_name, spec), queue)
 
 
-def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[Int32, ...]:
+def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[HeldRow, ...]:
     """The held rows of ``weight_sync.freshness`` for the student and its engines."""
     settings = learner.model.config.get_text_config().to_dict()
     longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
     room = LENGTHS[-1] if longest is None else longest - 1  # an engine samples one token more
-    return held_rows(int(settings["vocab_size"]), room)
+    return rows_to_hold(int(settings["vocab_size"]), room, learner.sight)
 
 
 def recorder_of(config: RunConfig, rank: int) -> Recorder | None:

@@ -24,11 +24,11 @@ from typing import Any, Literal
 
 import torch
 
-from async_opd.core.arrays import Int32
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Header, Sample
 from async_opd.core.written_file import WrittenFile
+from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.balance import Balance, Balancing
 from trainer.batches.batch_metrics import batch_metrics
@@ -78,7 +78,7 @@ class Learner:
         rank_group: RankGroup = SINGLE_RANK,
     ) -> None:
         """By default every token weighs 1 / (tokens of the batch)."""
-        self._rank, self._rank_group = rank, rank_group
+        self._rank, self._rank_group, self.sight = rank, rank_group, rank.sight
         self._balancing = Balancing(token_weights or TokenWeighting())
         self._train, self._sharing = rank.train, rank.train.context_parallel
         most = rank.train.tokens_per_micro_batch
@@ -291,7 +291,7 @@ class Learner:
         with self._dispatched("join_gather", "weights"):
             yield from self._rank.weights(copied)
 
-    def reference(self, rows: Sequence[Int32]) -> Reference:
+    def reference(self, rows: Sequence[HeldRow]) -> Reference:
         """The current weights' log-probabilities of held rows; see ``trainer.student.reference``.
 
         Of several ranks all compute them together.

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from async_opd.config.device_defaults import offloads
-from async_opd.core.arrays import Int32
 from async_opd.core.samples import Header
+from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.micro_batches import Factors, MicroBatch, scaled
 from trainer.batches.packing import Row, Vocabularies, pack
@@ -242,10 +242,10 @@ class Rank:
         if not self._on_host:
             move(self._student_loss, self.optimizer, self.device)
 
-    def reference(self, rows: Sequence[Int32]) -> Reference:
+    def reference(self, rows: Sequence[HeldRow]) -> Reference:
         """Log-probabilities of held rows; every rank computes all of them."""
         rounding = ROUNDING[torch.bfloat16 if self.half else torch.float32]
-        return reference_of(self.model, self.logits, rows, rounding)
+        return reference_of(self.model, self.logits, rows, rounding, self.sight)
 
     # ── its part of the state: nothing here communicates ───────────────────────────────────────
 

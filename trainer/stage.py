@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from async_opd.core.arrays import Int32
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.reports import Captured, Progress, StageReport, StepReport
@@ -33,6 +32,7 @@ from async_opd.core.written_file import WrittenFile
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.gpu_turns import GpuTurns
+from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.hand_out import HandOut
@@ -74,7 +74,7 @@ class TrainerStage:
         max_version_lag: int | None,
         model_dir: str,
         rank_group: RankGroup = SINGLE_RANK,
-        held_rows: Sequence[Int32] = (),
+        held_rows: Sequence[HeldRow] = (),
         turns: GpuTurns | None = None,
     ) -> None:
         """``held_rows`` are those of ``async_opd.weight_sync.freshness``.

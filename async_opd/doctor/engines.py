@@ -24,13 +24,13 @@ from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
-from async_opd.core.arrays import Float32, Int32
+from async_opd.core.arrays import Float32
 from async_opd.core.batch import Batch
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
-from async_opd.core.uid import Uid, rollout_uid
+from async_opd.core.uid import Uid
 from async_opd.data.answers import supervised
 from async_opd.data.hub import fetched_data
 from async_opd.doctor.agreement import Agreement
@@ -179,7 +179,7 @@ async def _scored_by_itself(
     itself = SelfTeacher(kind="self", sources=[ITSELF], engine=settings)
     alone = config.model_copy(update={"teachers": {ITSELF: itself}})
     reference = measured.meta.reference
-    held = [] if reference is None else [_row(at, ids) for at, ids in enumerate(reference.rows)]
+    held = [] if reference is None else [row.rollout() for row in reference.rows]
     try:
         (scores,) = await _scores(alone, ITSELF, device, eos_ids, [*measured.responses, *held])
     except Exception as error:  # Ray raises the bare class if it cannot start
@@ -280,13 +280,6 @@ def _logprobs(sample: Any) -> Float32:
     assert isinstance(sample, Sample)
     assert isinstance(sample.scores, SampledLogprobs), "k1 asks for sampled tokens only"
     return sample.scores.logprobs
-
-
-def _row(at: int, ids: Int32) -> Rollout:
-    """A held row as a rollout: its first token is the prompt."""
-    uid = Uid(f"held:{at}")
-    prompt = Prompt(uid, ITSELF, ITSELF, ids[:1])
-    return Rollout.answer(rollout_uid(uid, 0), prompt, ids[1:].tolist(), "stop")
 
 
 def _failed(what: str, error: Exception) -> Finding:

@@ -72,6 +72,15 @@ class EnginePrompts:
         self._media = media
         self._kept: OrderedDict[tuple[bytes, tuple[Media, ...]], asyncio.Task[Any]] = OrderedDict()
 
+    def of_images(self, encoded: Mapping[str, bytes]) -> EnginePrompts:
+        """The same for prompts with these images, given by SHA-256; it keeps nothing rendered."""
+
+        async def fetch(hashes: Sequence[str]) -> Mapping[str, bytes]:
+            return {one: encoded[one] for one in hashes if one in encoded}
+
+        media = MediaCache(fetch, max_bytes=0)
+        return EnginePrompts(self._stage, self._renderer, self._placeholder, media)
+
     async def of(self, prompt: Prompt) -> EnginePrompt:
         """The prompt for the engine, whose ``token_ids`` are short.
 

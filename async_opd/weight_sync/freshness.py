@@ -14,8 +14,8 @@ parameters  see one wrong bit of those that are sent tensors, or some joined (wh
             ``async_opd.weight_sync.parameters``), any difference between two replicas, and
             that other matrices change when what is sent does, from the second comparison on
 
-The rows are fixed, the same in every run of a model: no state has to survive a restart, and their
-tokens lie evenly over the whole vocabulary, which the samples of a task do not.
+The rows (``async_opd.weight_sync.held_rows``) are fixed. Of a student that sees one has an image,
+which the trainer's tower computes, and the engine's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from async_opd.core.arrays import Float32, Int32
+from async_opd.core.arrays import Float32
 from async_opd.core.errors import WeightSyncError, WrongWeights
 from async_opd.weight_sync.layout import Reference, WeightMeta
 from async_opd.weight_sync.parameters import (
@@ -41,9 +41,6 @@ from async_opd.weight_sync.parameters import (
     own_names,
 )
 
-LENGTHS = (2, 5, 13, 33, 75)
-"""Tokens of the rows: 128 in all, of which 123 are predicted."""
-GOLDEN = (math.sqrt(5) - 1) / 2
 FIRST_RATIO = 32.0
 """Largest mean difference at a first sync, in multiples of the noise that one rounding of each
 module's result makes. `python -m benchmarks.freshness` finds 1.2 of them with bfloat16 engines and
@@ -54,23 +51,11 @@ MARGIN = 4.0
 Receivers = Mapping[int, "Evidence"]
 
 
-def held_rows(vocabulary: int, longest: int) -> tuple[Int32, ...]:
-    """The rows for a model: token ids below ``vocabulary``, rows of 2 to ``longest`` tokens.
-
-    The i-th token is the fractional part of i times the golden ratio, times ``vocabulary``: any run
-    of them lies evenly over the vocabulary.
-    """
-    lengths = [max(2, min(length, longest)) for length in LENGTHS]
-    numbers = np.arange(1, sum(lengths) + 1) * GOLDEN % 1.0
-    ids = (numbers * vocabulary).astype(np.int32)
-    return tuple(np.split(ids, np.cumsum(lengths)[:-1]))
-
-
 @dataclass(frozen=True)
 class Evidence:
     """What a replica's engine has after a sync.
 
-    ``logprobs`` are those of each row's tokens but the first, float32, in nats. ``loaded`` are
+    ``logprobs`` are those of each row's compared tokens, float32, in nats. ``loaded`` are
     digests of its parameters, by name, one mapping for each worker. ``rounding`` is the largest
     relative error of one rounding of its dtype: 2^-4 for a quantized engine.
     """

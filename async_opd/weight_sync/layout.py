@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from async_opd.core.arrays import Float32, Int32
+from async_opd.core.arrays import Float32
 from async_opd.core.errors import WeightSyncError
+from async_opd.weight_sync.held_rows import HeldRow
 
 PEFT_PREFIX = "base_model.model."
 """What the names of adapters' tensors begin with, in PEFT's files and in weight syncs."""
@@ -42,13 +43,13 @@ class Rendezvous:
 class Reference:
     """The trainer's log-probabilities of held rows under the weights of a snapshot.
 
-    ``logprobs`` are those of each row's tokens but the first, float32, in nats. ``noise`` is their
+    ``logprobs`` are those of each row's compared tokens, float32, in nats. ``noise`` is their
     mean absolute change in nats if the result of every module has a relative error that is uniform
     within ±1, extrapolated from smaller errors; ``rounding`` is the largest relative error of one
     rounding of the dtype in which the trainer computed them; ``seconds``: what computing took.
     """
 
-    rows: tuple[Int32, ...]
+    rows: tuple[HeldRow, ...]
     logprobs: tuple[Float32, ...]
     noise: float
     rounding: float

@@ -14,7 +14,6 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from async_opd.core.arrays import Int32
 from async_opd.core.errors import (
     ProcessDied,
     StageError,
@@ -28,6 +27,7 @@ from async_opd.core.reports import Progress
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.liveness import ProgressWatchdog
 from async_opd.weight_sync.freshness import Evidence
+from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 
 Result = TypeVar("Result")
@@ -92,7 +92,7 @@ class WeightReceiver(Protocol):
     async def resume(self) -> None:
         """Generates again. TransferAborted if it has weights of two versions: it stays paused."""
 
-    async def evidence(self, rows: Sequence[Int32]) -> Evidence:
+    async def evidence(self, rows: Sequence[HeldRow]) -> Evidence:
         """What the weights of its engine give for the rows, after ``resume``."""
         ...
 
@@ -148,7 +148,7 @@ class SyncGroups:
         return await self._bounded("the snapshot", self._sender.snapshot(version, compare))
 
     async def evidence(
-        self, group: list[int], rows: Sequence[Int32]
+        self, group: list[int], rows: Sequence[HeldRow]
     ) -> tuple[dict[int, Evidence], Failures]:
         """The evidence of the receivers, and the errors of those that give none.
 

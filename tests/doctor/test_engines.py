@@ -25,11 +25,12 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.doctor.agreement import Agreement
 from async_opd.doctor.engines import ITSELF, _apart, _floor, examine_engines
 from async_opd.doctor.finding import Finding
+from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Reference, WeightMeta
 from tests.checks.inputs import EXAMPLE, FEW, config
 
 LIMIT = 1e-3
-HELD = np.array([1, 2, 3], np.int32)
+HELD = HeldRow(np.array([1, 2, 3], np.int32), 2)
 PROMPTS = [Prompt(Uid("0:0"), "sort", "sort", np.array([5, 6], np.int32))]
 
 

@@ -11,14 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.batch import Batch, unpack
+from async_opd.core.errors import WrongWeights
 from async_opd.core.row import Media
 from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.media.cache import MediaCache
+from async_opd.weight_sync.freshness import Evidence, Freshness
+from async_opd.weight_sync.layout import Reference, WeightMeta
 from tests.vision_models import EOS, qwen3_vl
-from tests.vision_prompts import PROMPTS, Fetches, Reference, prompt_of, vision_kwargs
+from tests.vision_prompts import PROMPTS, Fetches, Transformers, prompt_of, vision_kwargs
+from trainer.rank import Rank
+from trainer.vision.held import rows_to_hold
+from trainer.vision.images import Sight
 
 pytest.importorskip("torchvision")
 pytestmark = [
@@ -36,7 +44,7 @@ TOWER = "visual"
 class Seen:
     """What the engine made."""
 
-    reference: Reference
+    reference: Transformers
     fetches: Fetches
     rendered: int
     rollouts: list[Rollout]
@@ -44,9 +52,11 @@ class Seen:
     answers: list[Rollout]
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
+    held: list[tuple[Reference, Evidence]] = field(default_factory=list)
+    """What trainer and engine compute of held rows, before and after the sync."""
 
 
-def differences(reference: Reference, rollouts: list[Rollout]) -> list[float]:
+def differences(reference: Transformers, rollouts: list[Rollout]) -> list[float]:
     """Of each rollout the largest difference from transformers."""
     found = []
     for rollout in rollouts:
@@ -69,7 +79,7 @@ class World:
         from tests.rollouter.test_student_engine import Sender
         from trainer.publisher import Publisher
 
-        self.reference = Reference(folder)
+        self.reference = Transformers(folder)
         self.queue = MessageQueue(("prompts", "rollouts/see", "dead"), 1000, 1 << 30, 60.0)
         self.fetches = Fetches()
         spec = StudentEngineSpec(
@@ -124,10 +134,22 @@ class World:
         await self.sync.snapshot(version)
         await self.sync.push()
 
+    async def compare(self) -> tuple[Reference, Evidence]:
+        """Held rows as the trainer and the engine compute them."""
+        from rollouter.held_rows import held_logprobs, rounding_of
+        from trainer.losses import ForwardKL, Objective, OnTopK
+
+        model, cpu = self.reference.model, torch.device("cpu")
+        rank = Rank(model, Objective(OnTopK(ForwardKL(), "ignore", None)), TrainConfig(), cpu)
+        rank.sight = Sight(lambda: self.reference.processor, model.base_model, cpu)
+        rows = rows_to_hold(model.config.text_config.vocab_size, 200, rank.sight)
+        engine, name = self.replica._engine, f"held{self.replica._syncs}"
+        logprobs = await held_logprobs(engine, rows, name, self.replica._prompts)
+        evidence = Evidence(logprobs, ({},), rounding_of(engine.vllm_config))
+        return rank.reference(rows), evidence
+
     def move_the_tower(self) -> None:
         """Changes the weights of the tower alone, enough that log-probabilities change."""
-        import torch
-
         torch.manual_seed(0)
         with torch.no_grad():
             for name, parameter in self.reference.model.named_parameters():
@@ -156,8 +178,10 @@ async def scenario(w: World) -> Seen:
         found.answers = await w.replica.generate(
             [w.prompt(name) for name in PROMPTS], SamplingSpec(8, 0.0, 1.0, 1)
         )
+        found.held.append(await w.compare())
         w.move_the_tower()
         await w.push(1)
+        found.held.append(await w.compare())
         found.after = differences(w.reference, await w.rollouts())
     worker.cancel()
     return found
@@ -186,6 +210,30 @@ async def test_log_probabilities_of_rollouts_agree_with_transformers(seen: Seen)
 
 async def test_after_a_sync_of_the_tower_nothing_of_the_old_one_is_computed(seen: Seen) -> None:
     assert max(seen.after) < BOUND
+
+
+def judged(reference: Reference, *evidence: Evidence) -> dict[int, WrongWeights]:
+    """The replicas with wrong weights, by the log-probabilities of held rows alone."""
+    meta = WeightMeta((), (), (), (), reference=reference)
+    return Freshness(1).judge(meta, dict(enumerate(evidence))).wrong
+
+
+@pytest.mark.parametrize("sync", [0, 1])
+async def test_held_rows_with_an_image_are_those_of_the_trainer(seen: Seen, sync: int) -> None:
+    reference, evidence = seen.held[sync]
+    assert [bool(row.media) for row in reference.rows] == [*[False] * 5, True]
+    found, exact = evidence.logprobs[-1], reference.logprobs[-1]
+    np.testing.assert_allclose(found, exact, atol=BOUND)
+    assert judged(reference, evidence) == {}
+
+
+async def test_an_engine_that_ignores_a_new_tower_is_found_by_the_row_with_an_image(
+    seen: Seen,
+) -> None:
+    (before, old), (after, new) = seen.held
+    for one, two in list(zip(before.logprobs, after.logprobs, strict=True))[:-1]:
+        np.testing.assert_allclose(one, two, atol=1e-6)
+    assert list(judged(after, new, old)) == [1]
 
 
 async def test_no_rollout_has_a_token_that_stands_for_an_image(seen: Seen) -> None:

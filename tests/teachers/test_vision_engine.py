@@ -18,7 +18,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.media.cache import MediaCache
 from tests.sequences import Parts, sequence
 from tests.vision_models import EOS, FAMILIES
-from tests.vision_prompts import PROMPTS, Fetches, Reference, prompt_of, vision_kwargs
+from tests.vision_prompts import PROMPTS, Fetches, Transformers, prompt_of, vision_kwargs
 
 pytest.importorskip("torchvision")
 pytestmark = [
@@ -37,7 +37,7 @@ KINDS = ("sampled", "teacher_topk", "student_topk", "hidden")
 class Seen:
     """A teacher, rollouts of it, and its scores of each kind."""
 
-    reference: Reference
+    reference: Transformers
     rollouts: list[Rollout]
     samples: dict[str, list[Sample]]
     answers: list[Rollout]
@@ -77,7 +77,7 @@ async def scenario(folder: Path) -> Seen:
     from teachers.scoring import RequestScoring
     from teachers.spec import TeacherEngineSpec
 
-    reference = Reference(folder)
+    reference = Transformers(folder)
     media = MediaCache(Fetches(), 1 << 20)
     spec = TeacherEngineSpec("teacher see/0", vision_kwargs(folder), "teacher_topk", K, (EOS,))
     teacher = TeacherReplica(spec, media)

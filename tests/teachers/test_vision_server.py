@@ -21,7 +21,7 @@ from teachers.endpoint.spec import EndpointSpec
 from tests.servers import VllmServer
 from tests.teachers.test_vision_engine import rollouts
 from tests.vision_models import EOS, SIZE, TOKENS, qwen3_vl
-from tests.vision_prompts import PROMPTS, Fetches, Reference, prompt_of
+from tests.vision_prompts import PROMPTS, Fetches, Transformers, prompt_of
 
 pytest.importorskip("torchvision")
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -67,7 +67,7 @@ async def replica(
 async def test_scores_of_a_server_behind_images_are_those_of_transformers(
     replica: EndpointReplica, folder: Path
 ) -> None:
-    reference = Reference(folder)
+    reference = Transformers(folder)
     asked = rollouts(reference.processor.placeholder_id)
     samples = unpack(Sample, [await replica.score(Batch.pack(asked))])
     for rollout, sample in zip(asked, samples, strict=True):
@@ -82,7 +82,7 @@ async def test_scores_of_a_server_behind_images_are_those_of_transformers(
 
 
 async def test_a_server_answers_prompts_with_images(replica: EndpointReplica, folder: Path) -> None:
-    reference = Reference(folder)
+    reference = Transformers(folder)
     placeholder = reference.processor.placeholder_id
     prompts = [prompt_of(name, placeholder) for name in PROMPTS]
     for one in await replica.generate(prompts, SamplingSpec(4, 0.0, 1.0, 1)):
@@ -94,7 +94,7 @@ async def test_a_server_answers_prompts_with_images(replica: EndpointReplica, fo
 async def test_a_server_refuses_more_images_than_it_takes_in_its_own_words(
     replica: EndpointReplica, folder: Path
 ) -> None:
-    placeholder = Reference(folder).processor.placeholder_id
+    placeholder = Transformers(folder).processor.placeholder_id
     two = prompt_of("two", placeholder)
     three = replace(
         two, token_ids=np.append(two.token_ids, placeholder).astype(np.int32), media=two.media * 2

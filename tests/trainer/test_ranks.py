@@ -17,7 +17,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Sample
-from async_opd.weight_sync.freshness import held_rows
+from async_opd.weight_sync.held_rows import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.attention import double_scale, reference

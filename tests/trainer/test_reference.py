@@ -10,7 +10,7 @@ import torch
 
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
-from async_opd.weight_sync.freshness import held_rows
+from async_opd.weight_sync.held_rows import held_rows
 from async_opd.weight_sync.layout import Reference
 from tests.engines import reference_logprobs
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
@@ -33,8 +33,9 @@ def learner(model: Any, dtype: str = "float32") -> Learner:
 
 def own(model: Any) -> np.ndarray:
     """Log-probabilities of the rows, one after the other, from the model itself."""
-    tables = [reference_logprobs(model, ids[:1], ids[1:]) for ids in ROWS]
-    found = (t[np.arange(len(t)), ids[1:]] for t, ids in zip(tables, ROWS, strict=True))
+    rows = [row.ids for row in ROWS]
+    tables = [reference_logprobs(model, ids[:1], ids[1:]) for ids in rows]
+    found = (t[np.arange(len(t)), ids[1:]] for t, ids in zip(tables, rows, strict=True))
     return np.concatenate(list(found))
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import WeightSyncError, WrongWeights
@@ -19,13 +17,12 @@ from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.freshness import (
     FIRST_RATIO,
-    LENGTHS,
     MARGIN,
     Evidence,
     Freshness,
-    held_rows,
     refuse_other_digests,
 )
+from async_opd.weight_sync.held_rows import LENGTHS, held_rows
 from async_opd.weight_sync.layout import Reference, Rendezvous, WeightMeta
 
 ROWS = held_rows(100, 128)
@@ -35,7 +32,7 @@ UNIT = 0.01
 
 def reference() -> Reference:
     """Of rows whose tokens all have a probability of 1/e."""
-    logprobs = tuple(np.full(len(ids) - 1, -1.0, np.float32) for ids in ROWS)
+    logprobs = tuple(np.full(row.compared, -1.0, np.float32) for row in ROWS)
     return Reference(ROWS, logprobs, noise=1.28, rounding=2.0**-24)
 
 
@@ -51,26 +48,8 @@ META = WeightMeta(
 
 def evidence(nats: float = 0.001, **loaded: str) -> Evidence:
     """Of a replica whose log-probabilities differ by so much."""
-    logprobs = tuple(np.full(len(ids) - 1, -1.0 - nats, np.float32) for ids in ROWS)
+    logprobs = tuple(np.full(row.compared, -1.0 - nats, np.float32) for row in ROWS)
     return Evidence(logprobs, (loaded or {"norm": "n1", "packed": "p1"},), 2.0**-7)
-
-
-# ── rows ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(vocabulary=st.integers(2, 200_000), longest=st.integers(2, 4096))
-def test_held_rows_are_tokens_of_the_model_and_fit_the_engine(
-    vocabulary: int, longest: int
-) -> None:
-    rows = held_rows(vocabulary, longest)
-    assert all(2 <= len(ids) <= max(longest, 2) for ids in rows)
-    assert all(0 <= ids.min() <= ids.max() < vocabulary for ids in rows)
-
-
-@pytest.mark.parametrize("vocabulary", [1_000, 151_936])
-def test_every_sixteenth_of_the_vocabulary_has_tokens_in_the_rows(vocabulary: int) -> None:
-    ids = np.concatenate(held_rows(vocabulary, 128))
-    assert set(ids * 16 // vocabulary) == set(range(16))
 
 
 # ── log-probabilities ──────────────────────────────────────────────────────────────────────────

@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.core.arrays import Float32, Int32
+from async_opd.core.arrays import Float32
+from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.packing import Row
+from trainer.vision.held import packed
+from trainer.vision.images import Sight
 
 JITTER = 2.0**-6
 """Relative error for measuring the noise: above the rounding of bfloat16, which would swallow a
@@ -66,30 +69,33 @@ class Jitter:
 def reference_of(
     student: torch.nn.Module,
     logits_of: Callable[[Row], torch.Tensor],
-    rows: Sequence[Int32],
+    rows: Sequence[HeldRow],
     rounding: float,
+    sight: Sight | None = None,
 ) -> Reference:
     """Computes the rows twice. Of a sharded student a collective, which all ranks call.
 
     ``logits_of`` computes logits [T, V] with the student, in the dtype whose rounding is
-    ``rounding``.
+    ``rounding``. ``sight`` is that of a student that sees.
     """
     started = time.perf_counter()
-    row = Row.of(rows, [np.arange(len(ids)) for ids in rows])
+    row = packed(rows, sight)
     exact = logits_of(row)
     jitter = Jitter.of(exact.device)
     with jitter.within(student.modules()):
         moved = jitter(logits_of(row))
-    before, after = _logprobs(exact, rows), _logprobs(moved, rows)
+    before, after = _logprobs(exact, row, rows), _logprobs(moved, row, rows)
     noise = float(np.abs(np.concatenate(after) - np.concatenate(before)).mean()) / JITTER
     return Reference(tuple(rows), tuple(before), noise, rounding, time.perf_counter() - started)
 
 
-def _logprobs(logits: torch.Tensor, rows: Sequence[Int32]) -> list[Float32]:
-    """Of each row's tokens but the first, at temperature 1, in nats."""
+def _logprobs(logits: torch.Tensor, packed: Row, rows: Sequence[HeldRow]) -> list[Float32]:
+    """Of each row's compared tokens, at temperature 1, in nats."""
     found = []
-    for one, ids in zip(torch.split(logits, [len(ids) for ids in rows]), rows, strict=True):
-        targets = torch.from_numpy(ids[1:]).long().to(logits.device)[:, None]
-        logprobs = one[:-1].float().log_softmax(-1).gather(1, targets)[:, 0]
+    lengths = packed.starts.diff().tolist()
+    for one, row in zip(torch.split(logits, lengths), rows, strict=True):
+        targets = torch.from_numpy(row.ids[-row.compared :]).long().to(logits.device)[:, None]
+        predicting = one[-row.compared - 1 : -1].float()
+        logprobs = predicting.log_softmax(-1).gather(1, targets)[:, 0]
         found.append(logprobs.cpu().numpy())
     return found

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from async_opd.core.arrays import Int32
 from async_opd.core.errors import StageError
 from async_opd.core.row import Media
 from async_opd.core.samples import Rollout, Sample
@@ -134,6 +135,20 @@ class Sight:
     @cached_property
     def _processor(self) -> ImageProcessor:
         return self._load()
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token that stands for an image in a prompt that is not expanded."""
+        return self._processor.placeholder_id
+
+    @property
+    def unsampled_ids(self) -> tuple[int, ...]:
+        """All tokens that stand for more than text."""
+        return self._processor.unsampled_ids
+
+    def expanded(self, ids: Int32, images: Sequence[bytes]) -> Int32:
+        """Token ids int32 [P'] of a prompt [P] with one placeholder an image: ImageProcessor."""
+        return self._processor.expand(ids, images)
 
     def begin(self, rollouts: Sequence[Rollout]) -> None:
         """Takes note of a step's rollouts on this rank. Of several ranks a collective.
