@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -206,11 +206,13 @@ async def launch_teacher(
     *,
     device: Device,
     eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt] = (),
     notify: Callable[[str], None] = discard,
 ) -> AsyncIterator[list[TeacherProxy | EndpointReplica]]:
     """Starts Ray and the replicas of one teacher, on GPUs of its own, and no other part of a run.
 
-    Raises as ``launch`` does.
+    ``prompts`` are those that it will be asked about: if any has images, a queue that holds them is
+    started, too. Raises as ``launch`` does.
     """
     pool = {f"teachers.{name}"}
     engines = not isinstance(config.teachers[name], EndpointTeacher)
@@ -219,14 +221,19 @@ async def launch_teacher(
         bundles = await reserve(config, notify, pool) if wanted else GpuBundles()
         actor_factory = ActorFactory(config, device, eos_ids, Factories(), notify, bundles)
         replicas: list[TeacherProxy | EndpointReplica] = []
+        seen = [prompt for prompt in prompts if prompt.media]
         try:
-            indices = range(config.teachers[name].replicas)
-            starting = (actor_factory.teacher(name, index) for index in indices)
-            replicas += await gather_or_cancel(*starting)
-            await gather_or_cancel(*(replica.ready() for replica in replicas))
-            if reaper is not None:
-                reaper.track_descendants()
-            yield replicas
+            async with AsyncExitStack() as stack:
+                if seen:
+                    queue = QueueProxy((await actor_factory.queue()).remote)
+                    await stack.enter_async_context(kept(queue, "scoring", seen))
+                indices = range(config.teachers[name].replicas)
+                starting = (actor_factory.teacher(name, index) for index in indices)
+                replicas += await gather_or_cancel(*starting)
+                await gather_or_cancel(*(replica.ready() for replica in replicas))
+                if reaper is not None:
+                    reaper.track_descendants()
+                yield replicas
         finally:
             for replica in replicas:
                 if isinstance(replica, EndpointReplica):

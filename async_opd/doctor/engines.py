@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_opd.accounting.images import kept
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import resolve_device
 from async_opd.config.device_defaults import resolved
@@ -91,10 +92,11 @@ async def examine_engines(
     found = [*_synced(measured)]
     bound = measured.first.get("sync/freshness_limit_nats", 0.0)
     notify("starting a scoring engine with the student's weights")
-    found += await _scored_by_itself(quick, device, eos_ids, measured, bound)
+    found += await _scored_by_itself(quick, device, eos_ids, prompts, measured, bound)
     for name in config.teachers:
         notify(f"starting teacher {name}")
-        found += await _of_teacher(quick, name, device, eos_ids, measured.responses, bound)
+        own = [one for one in measured.responses if _may_score(config, name, one)]
+        found += await _of_teacher(quick, name, device, eos_ids, prompts, own, bound)
     return found
 
 
@@ -138,10 +140,11 @@ async def _measure(
     first = await stages.rollouter.push()
     tokens = min(RESPONSE_TOKENS, config.rollout.max_tokens)
     asked = SamplingSpec(max_tokens=tokens, temperature=1.0, top_p=1.0, n=1)
-    responses = await stages.rollouter.generate(prompts, asked)
-    responses = [one for one in responses if len(one.rollout_logprobs)]
-    samples = list(Batch.packed(list(map(supervised, responses))))
-    await stages.trainer.supervise(samples, config.train.lr)
+    async with kept(stages.queue, "doctor", prompts):
+        responses = await stages.rollouter.generate(prompts, asked)
+        responses = [one for one in responses if len(one.rollout_logprobs)]
+        samples = list(Batch.packed(list(map(supervised, responses))))
+        await stages.trainer.supervise(samples, config.train.lr)
     await stages.rollouter.snapshot(1)
     update = await stages.rollouter.push()
     return Measured(responses, meta, first.metrics, update.metrics)
@@ -164,10 +167,17 @@ def _synced(measured: Measured) -> Iterator[Finding]:
         yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
 
 
+def _may_score(config: RunConfig, name: str, rollout: Rollout) -> bool:
+    """Whether a teacher can compute it: one that reads text only gets no images in a run either."""
+    prompt = rollout.prompt
+    return not prompt.media or config.teacher_of(prompt.data_source) == name
+
+
 async def _scored_by_itself(
     config: RunConfig,
     device: Device,
     eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
     measured: Measured,
     bound: float,
 ) -> list[Finding]:
@@ -180,8 +190,10 @@ async def _scored_by_itself(
     alone = config.model_copy(update={"teachers": {ITSELF: itself}})
     reference = measured.meta.reference
     held = [] if reference is None else [row.rollout() for row in reference.rows]
+    shown = [*prompts, *(one.prompt for one in held)]
+    asked = [*measured.responses, *held]
     try:
-        (scores,) = await _scores(alone, ITSELF, device, eos_ids, [*measured.responses, *held])
+        (scores,) = await _scores(alone, ITSELF, device, eos_ids, shown, asked)
     except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the scoring engine with the student's weights", error)]
     count = len(measured.responses)
@@ -207,6 +219,7 @@ async def _of_teacher(
     name: str,
     device: Device,
     eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
     responses: Sequence[Rollout],
     bound: float,
 ) -> list[Finding]:
@@ -214,12 +227,12 @@ async def _of_teacher(
     teacher, own = config.teachers[name], _alone(config, name)
     model = teacher.model if isinstance(teacher, EndpointTeacher) else None
     try:
-        scores = await _scores(own, name, device, eos_ids, responses)
+        scores = await _scores(own, name, device, eos_ids, prompts, responses)
         weights: list[list[Float32]] = []
         if model is not None and not is_hub_id(model):
             local = VllmTeacher(model=model, sources=teacher.sources)
             loaded = own.model_copy(update={"teachers": {name: local}})
-            weights = await _scores(loaded, name, device, eos_ids, responses)
+            weights = await _scores(loaded, name, device, eos_ids, prompts, responses)
     except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed(f"teachers.{name}", error)]
     signal = Agreement.of(scores[0], [one.rollout_logprobs for one in responses]).mean
@@ -261,13 +274,20 @@ async def _scores(
     name: str,
     device: Device,
     eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
     rollouts: Sequence[Rollout],
 ) -> list[list[Float32]]:
-    """For each replica of a teacher the log-probabilities of each rollout's tokens. StageError."""
+    """For each replica of a teacher the log-probabilities of each rollout's tokens. StageError.
+
+    ``prompts`` have the bytes of the rollouts' images.
+    """
     from async_opd.cluster.launch import launch_teacher
 
     plain = config.model_copy(update={"loss": K1Config(kind="k1")})
-    async with launch_teacher(plain, name, device=device, eos_ids=eos_ids) as replicas:
+    used = {one.sha256 for rollout in rollouts for one in rollout.prompt.media}
+    shown = [one for one in prompts if used.intersection(m.sha256 for m in one.media)]
+    given: dict[str, Any] = {"device": device, "eos_ids": eos_ids, "prompts": shown}
+    async with launch_teacher(plain, name, **given) as replicas:
         batch = Batch.pack(rollouts)
         asked = gather_or_cancel(*(replica.score(batch) for replica in replicas))
         answers = await Deadline(f"teachers.{name}").within(
@@ -310,6 +330,8 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
             row.data_source,
             config.teacher_of(row.data_source) or "",
             np.array(tokens, np.int32),
+            media=row.images,
+            encoded=row.encoded,
         )
         for row, tokens in ids
         if limit is None or len(tokens) <= limit

@@ -86,7 +86,8 @@ async def measure(
         return [await scored(model, one.rollouts) for one in answers]
 
     notify("starting a scoring engine with the student's weights")
-    own = await _with_teacher(by_itself, ITSELF, device, eos_ids, score_all)
+    shown = [prompt for one in sources for prompt in one.asked.prompts]
+    own = await _with_teacher(by_itself, ITSELF, device, eos_ids, shown, score_all)
     found: dict[str, Measured] = {}
     for name in dict.fromkeys(one.teacher for one in sources):
 
@@ -97,7 +98,8 @@ async def measure(
                     found[one.source] = await ask_teacher(model, one.asked, its, scores, names)
 
         notify(f"starting teacher {name}")
-        await _with_teacher(_with_one_teacher(alone, name), name, device, eos_ids, ask)
+        shown = [prompt for one in sources if one.teacher == name for prompt in one.asked.prompts]
+        await _with_teacher(_with_one_teacher(alone, name), name, device, eos_ids, shown, ask)
     return [found[one.source] for one in sources]
 
 
@@ -134,12 +136,14 @@ async def _with_teacher(
     name: str,
     device: Device,
     eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
     work: Callable[[Any], Any],
 ) -> Any:
-    """The result of the work with a teacher's replicas. StageError."""
+    """The result of the work with a teacher's replicas, about these prompts. StageError."""
     from async_opd.cluster.launch import launch_teacher
 
-    async with launch_teacher(config, name, device=device, eos_ids=eos_ids) as replicas:
+    given: dict[str, Any] = {"device": device, "eos_ids": eos_ids, "prompts": prompts}
+    async with launch_teacher(config, name, **given) as replicas:
         asked = work(Replicas(replicas))
         bound = config.timeouts.stall_s
         return await Deadline(f"teachers.{name}").within(bound, "scoring", asked, STALL)

@@ -49,7 +49,7 @@ class HeldRow:
         """
         uid = Uid(f"{HELD}:0")
         ids = self.ids[: -self.compared] if prompt_ids is None else prompt_ids
-        prompt = Prompt(uid, HELD, HELD, ids, media=self.media)
+        prompt = Prompt(uid, HELD, HELD, ids, media=self.media, encoded=self.images)
         return Rollout.answer(
             rollout_uid(uid, 0), prompt, self.ids[-self.compared :].tolist(), "stop"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import EngineStartError
 from async_opd.core.reports import SyncReport
+from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
@@ -31,7 +32,10 @@ from tests.checks.inputs import EXAMPLE, FEW, config
 
 LIMIT = 1e-3
 HELD = HeldRow(np.array([1, 2, 3], np.int32), 2)
-PROMPTS = [Prompt(Uid("0:0"), "sort", "sort", np.array([5, 6], np.int32))]
+PROMPTS = [
+    Prompt(Uid("0:0"), "sort", "sort", np.array([5, 6], np.int32)),
+    Prompt(Uid("0:1"), "reverse", "reverse", np.array([6, 5], np.int32)),
+]
 
 
 @dataclass
@@ -51,6 +55,19 @@ class Pools:
     @property
     def trainer(self) -> Pools:
         return self
+
+    @property
+    def queue(self) -> Pools:
+        return self
+
+    async def keep_media(
+        self, owned: Any, complete: bool = False, encoded: Any = None
+    ) -> list[str]:
+        self.calls.append(f"images of {', '.join(owned)}")
+        return []
+
+    async def drop_media(self, owners: Sequence[str]) -> None:
+        self.calls.append("no images")
 
     async def run(self) -> None:
         await asyncio.Event().wait()
@@ -101,6 +118,8 @@ class Cluster:
         default_factory=lambda: {ITSELF: [-1.0], "sort": [-2.0], "reverse": [-2.0]}
     )
     launched: list[RunConfig] = field(default_factory=list)
+    shown: dict[str, list[str]] = field(default_factory=dict)
+    """Of each teacher the prompts whose images it was given."""
     fails: bool = False
 
     @asynccontextmanager
@@ -112,9 +131,10 @@ class Cluster:
 
     @asynccontextmanager
     async def launch_teacher(
-        self, config: RunConfig, name: str, **_: Any
+        self, config: RunConfig, name: str, prompts: Sequence[Prompt] = (), **_: Any
     ) -> AsyncIterator[list[Replica]]:
         self.launched.append(config)
+        self.shown[name] = [one.uid for one in prompts]
         kind = config.teachers[name].kind
         yield [Replica(value) for value in self.teachers.get(f"{kind} {name}", self.teachers[name])]
 
@@ -157,7 +177,7 @@ def test_a_scoring_engine_that_is_off_is_a_floor_with_a_warning(
     cluster.teachers[ITSELF] = [-1.25]
     floors = [one for one in found(tmp_path) if "mismatch floor" in one.found]
     assert [one.status for one in floors] == ["warning", "warning"]
-    assert "mean |Δ| 0.25, largest 0.25, bias +0.25 nats over 2 tokens" in floors[0].found
+    assert "mean |Δ| 0.25, largest 0.25, bias +0.25 nats over 4 tokens" in floors[0].found
     assert "trainer against scoring engine" in floors[1].found
     assert all("head_dtype" in one.remedy for one in floors)
 
@@ -225,3 +245,29 @@ def test_engines_are_not_started_after_an_error(
     assert main(["doctor", str(EXAMPLE), *FEW, "student.model=/no", "--engines"]) == 2
     assert "engines      not started" in capsys.readouterr().out
     assert cluster.launched == []
+
+
+MEDIA = Media("a" * 64, 3, 8, 8)
+
+
+def with_image(prompt: Prompt) -> Prompt:
+    return replace(prompt, media=(MEDIA,), encoded={MEDIA.sha256: b"png"})
+
+
+def test_images_of_prompts_are_there_while_the_student_answers_and_is_trained(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    prompts = [with_image(PROMPTS[0]), *PROMPTS[1:]]
+    asyncio.run(examine_engines(config(), "cpu", (2,), prompts, tmp_path, [].append))
+    assert cluster.pools.calls == [
+        "snapshot 0", "images of doctor", "update", "no images", "snapshot 1"
+    ]  # fmt: skip
+
+
+def test_a_teacher_scores_images_of_its_own_sources_only(cluster: Cluster, tmp_path: Path) -> None:
+    prompts = [with_image(one) for one in PROMPTS]
+    asyncio.run(examine_engines(config(), "cpu", (2,), prompts, tmp_path, [].append))
+    everything = {one.uid for one in prompts}
+    assert set(cluster.shown[ITSELF]) == everything
+    for name in ("sort", "reverse"):
+        assert set(cluster.shown[name]) == {p.uid for p in prompts if p.data_source == name}
