@@ -247,11 +247,9 @@ def test_engines_are_not_started_after_an_error(
     assert cluster.launched == []
 
 
-MEDIA = Media("a" * 64, 3, 8, 8)
-
-
 def with_image(prompt: Prompt) -> Prompt:
-    return replace(prompt, media=(MEDIA,), encoded={MEDIA.sha256: b"png"})
+    media = Media(prompt.uid[-1] * 64, 3, 8, 8)
+    return replace(prompt, media=(media,), encoded={media.sha256: b"png"})
 
 
 def test_images_of_prompts_are_there_while_the_student_answers_and_is_trained(
