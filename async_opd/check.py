@@ -41,7 +41,7 @@ from async_opd.models.model_files import ModelError
 from async_opd.observability.run_log import METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.terminal import terminal_on
 from async_opd.observability.trace import TRACE
-from async_opd.queue.sizes import in_mib, kept_in_words, payloads, traffic
+from async_opd.queue.sizes import images_in_words, in_mib, kept_in_words, payloads, traffic
 
 if TYPE_CHECKING:
     from async_opd.models.engine_args import Device
@@ -66,6 +66,10 @@ def check(config: RunConfig, where: str, redacted: Redactor) -> tuple[RunConfig,
     for note in inputs.notes:
         print(indented(redacted(f"note: {note}")))
     print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
+    shown = [row.images for rows in inputs.checked for row in rows if row.images]
+    if shown:
+        nbytes = [sum(one.nbytes for one in images) for images in shown]
+        print(escaped(images_in_words(config, nbytes)))
     training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
     print(f"{training} training prompts, {evaluation} evaluation prompts")
     return complete, inputs

@@ -58,19 +58,20 @@ def rounding_of(config: VllmConfig) -> float:
 async def held_logprobs(
     engine: AsyncLLM,
     rows: Sequence[HeldRow],
-    name: str,
+    number: int,
     prompts: EnginePrompts,
     adapter: LoRARequest | None = None,
 ) -> tuple[Float32, ...]:
     """Log-probabilities of each row's compared tokens, at temperature 1.
 
-    ``name`` is unique; ``prompts`` are the engine's. StageError if the engine ends a request
+    ``number`` is unique; ``prompts`` are the engine's. StageError if the engine ends a request
     without them.
     """
     images = {sha256: encoded for row in rows for sha256, encoded in row.images.items()}
     seen = prompts.of_images(images)
     scoring = (
-        _scored(engine, row, f"{name}/{index}", seen, adapter) for index, row in enumerate(rows)
+        _scored(engine, row, f"held#{number}/{index}", seen, adapter)
+        for index, row in enumerate(rows)
     )
     return tuple(await gather_or_cancel(*scoring))
 

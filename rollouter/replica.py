@@ -31,7 +31,7 @@ from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.core.uid import Uid
-from async_opd.media.cache import MediaCache
+from async_opd.media.cache import MediaCache, with_images
 from async_opd.media.engine_prompts import EnginePrompt
 from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.models.processor import prompts_of
@@ -83,7 +83,7 @@ class StudentReplica:
             logprobs_mode="processed_logprobs",
             max_logprobs=spec.top_k + 1,
         )
-        self._spec = spec
+        self._spec, self._media = spec, media
         self._adapter = ADAPTER if spec.kwargs.get("enable_lora") else None
         adaptive = AdaptiveLimit(spec.kwargs["max_num_seqs"])
         first = first_limit(spec.concurrency, adaptive.max_num_seqs)
@@ -270,9 +270,8 @@ class StudentReplica:
         self._requests += 1
         async with self._gate:
             await self._unpaused.wait()
-            name = f"held#{self._requests}"
-            scoring = held_logprobs(self._engine, rows, name, self._prompts, self._adapter)
-            logprobs = await self._exit_watch.within(scoring)
+            held = (self._engine, rows, self._requests, self._prompts, self._adapter)
+            logprobs = await self._exit_watch.within(held_logprobs(*held))
         loaded = await self._rpc("loaded_digests")
         return Evidence(logprobs, tuple(loaded), rounding_of(self._engine.vllm_config))
 
@@ -320,11 +319,9 @@ class StudentReplica:
     async def report(self) -> StageReport:
         """The report since the last one; raises if the engine has died."""
         await self._engine.check_health()
-        counters = self._counters | {"rollouts": float(self._worker.rollouts)}
-        counters |= self._activity.drain_waits()
-        self._counters, self._worker.rollouts = dict.fromkeys(COUNTERS, 0.0), 0
-        return StageReport(
-            counters=counters,
+        rollouts = {"rollouts": float(self._worker.rollouts)}
+        report = StageReport(
+            counters=self._counters | rollouts | self._activity.drain_waits(),
             gauges={
                 "in_flight": float(self._activity.depth),
                 "limit": float(self._slots.limit),
@@ -335,6 +332,8 @@ class StudentReplica:
             waits_for=self._waits_for,
             spans=self._activity.drain_spans(),
         )
+        self._counters, self._worker.rollouts = dict.fromkeys(COUNTERS, 0.0), 0
+        return with_images(report, self._media)
 
     @property
     def _waits_for(self) -> str:

@@ -18,7 +18,7 @@ from async_opd.core.reports import StageReport
 from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
-from async_opd.media.cache import MediaCache
+from async_opd.media.cache import MediaCache, with_images
 from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.waiting.race import gather_or_cancel
 from teachers.meter import ScoringMeter
@@ -34,6 +34,7 @@ class TeacherReplica:
         worker = {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
         kwargs = fitted(spec.kwargs, spec.beside, current_platform.get_device_total_memory)
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs | worker))
+        self._media = media
         self._scoring = RequestScoring(spec, self._engine, media)
         self._meter = ScoringMeter(spec.name)
         self._requests = 0
@@ -109,7 +110,7 @@ class TeacherReplica:
     async def report(self) -> StageReport:
         """The report since the last one; raises if the engine has died."""
         await self._engine.check_health()
-        return self._meter.report()
+        return with_images(self._meter.report(), self._media)
 
     async def shutdown(self) -> None:
         """Ends the engine's processes."""

@@ -29,6 +29,7 @@ from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import TRAINER
 from async_opd.core.uid import Uid
 from async_opd.core.written_file import WrittenFile
+from async_opd.media.cache import with_images
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.gpu_turns import GpuTurns
@@ -86,8 +87,8 @@ class TrainerStage:
         self._publisher = publisher
         self._batcher = batcher
         alone = rank_group.ranks == 1
-        self._hand_out = None if alone else HandOut(batcher, learner, rank_group)
-        self._media = cache_of(lambda: batcher.queue)
+        self._media = cache_of(lambda: batcher.queue, learner.sight)
+        self._hand_out = None if alone else HandOut(batcher, learner, rank_group, self._media)
         self._max_lag = max_version_lag
         self._model_dir = model_dir
         self._rank_group = rank_group
@@ -177,13 +178,14 @@ class TrainerStage:
     async def report(self) -> StageReport:
         """Tokens and busy time since the last report, the version, and what the stage waits for."""
         tokens, self._tokens = self._tokens, 0
-        return StageReport(
+        report = StageReport(
             counters={"tokens": float(tokens)},
             gauges={"version": float(self._version)},
             busy=self._activity.drain(),
             waits_for=self._waits_for,
             spans=(*self._rank_group.spans(), *self._batcher.arrivals()),
         )
+        return with_images(report, self._media)
 
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from async_opd.accounting.ledger import Ledger
 from async_opd.core.batch import MESSAGE_BYTES, Batch, cut
@@ -94,6 +94,7 @@ class ImagesInFlight:
 
     async def release(self, queue: Queue) -> None:
         """Drops the images of prompts none of whose rollouts is in flight any more."""
+        self._released.set()  # fewer samples are in flight, whether they had images or not
         if not self._prompts:
             return
         async with self._calls:
@@ -148,8 +149,11 @@ async def kept(queue: Queue, owner: str, prompts: Iterable[Prompt]) -> AsyncIter
     try:
         await bring(queue, {owner: with_images})
         yield
-    finally:
-        await queue.drop_media([owner])
+    except BaseException:
+        with suppress(Exception):  # what failed first is raised
+            await queue.drop_media([owner])
+        raise
+    await queue.drop_media([owner])
 
 
 def _image_bytes(group: Group) -> int:

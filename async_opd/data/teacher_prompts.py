@@ -42,7 +42,7 @@ def _read(text: Text, template: str | None, row: Row) -> list[int]:
     shown, own = list(images_of(prompt)), [image.sha256 for image in row.images]
     if shown != own:
         raise ValueError(
-            f"the teacher's prompt shows {len(shown)} images, not the row's {len(own)}"
+            f"the teacher's prompt shows {len(shown)} images, not the row's {len(own)} in order"
         )
     return text.encode(prompt)
 

@@ -10,9 +10,10 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from async_opd.core.errors import RolloutFault, StageTimeout
+from async_opd.core.reports import StageReport
 from async_opd.core.row import Media
 from async_opd.core.stages import Queue
 
@@ -94,8 +95,12 @@ class MediaCache:
         """Bytes fetched, images asked for and found here since the last report; bytes held now."""
         now, before = asdict(self._counts), asdict(self._reported)
         self._reported = MediaCounts(**now)
-        since = {f"image_{name}": float(now[name] - before[name]) for name in now}
-        return since | {"image_held_bytes": float(self.held_bytes)}
+        return {
+            "image_fetched_bytes": float(now["fetched_bytes"] - before["fetched_bytes"]),
+            "image_asked": float(now["asked"] - before["asked"]),
+            "image_hits": float(now["hits"] - before["hits"]),
+            "image_held_bytes": float(self.held_bytes),
+        }
 
     async def _fetched(self, hashes: list[str]) -> dict[str, bytes]:
         try:
@@ -123,6 +128,15 @@ class MediaCache:
         while self.held_bytes > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
             self.held_bytes -= len(dropped)
+
+
+def with_images(report: StageReport, media: MediaCache | None) -> StageReport:
+    """A stage's report with the numbers of its cache, if it has one."""
+    if media is None:
+        return report
+    found = media.report()
+    held = {"image_held_bytes": found.pop("image_held_bytes")}
+    return replace(report, counters={**report.counters, **found}, gauges={**report.gauges, **held})
 
 
 def sound(sha256: str, encoded: bytes) -> bool:

@@ -25,7 +25,7 @@ from async_opd.core.samples import Prompt
 from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
 
-KEPT_BYTES = 512 << 20
+KEPT_BYTES = 256 << 20
 """Bytes of pixels that an engine's process keeps of rendered prompts, roughly."""
 PIXEL_BYTES = 12
 """Three colors of a pixel in float32; resizing changes their number."""

@@ -16,9 +16,11 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import score_kind
 from async_opd.config.sections.rollout import RolloutConfig
 from async_opd.config.sections.teachers import EngineTeacher
+from async_opd.media.engine_prompts import KEPT_BYTES
 from async_opd.memory.step import Step, Terms, peak, states
 from async_opd.models.adapted import trained_entries
 from async_opd.models.engine_args import Device, engine_dtype
+from async_opd.models.model_files import sees
 from async_opd.models.model_size import ModelSize
 from async_opd.models.moments import moment_bytes
 
@@ -199,6 +201,8 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
     trained = step.size.floats - step.still if step.trained is None else step.trained
     copied = 4 * trained * step.copies // ranks + state["moments"]
     host = {"process": RANK_PROCESS, "checkpoint": copied}
+    if sees(config.student.model):
+        host["image cache"] = config.data.image_cache_mib << 20
     first = {"snapshot": _snapshot(config, step, machine.device)}
     away = ON_HOST["parameters"] if config.rollout.host == "train" else step.on_host
     if machine.device == "cuda":
@@ -214,6 +218,8 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
     parallel = pool.tensor_parallel
     weights = machine.sizes(model).engine_bytes(engine_dtype(pool.engine, machine.device))
     host = {"process": ENGINE_PROCESS}
+    if sees(model):
+        host["image cache"] = (config.data.image_cache_mib << 20) + KEPT_BYTES
     if machine.device == "cpu":
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
         return PoolMemory(name, pool.replicas, {}, host)

@@ -148,6 +148,28 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
     return Traffic(rollout, sample, batch * rollout, batch * sample, queue)
 
 
+def image_copies(config: RunConfig, teacher_replicas: int) -> float:
+    """How often a prompt's images cross a process border for each of its samples, at most.
+
+    To the queue, to one replica of the student, and to those replicas of its teacher and those
+    ranks that get any of its ``rollout.n`` rollouts.
+    """
+    n, ranks = config.rollout.n, config.train.ranks // config.train.context_parallel
+    return (2 + min(n, teacher_replicas) + min(n, ranks)) / n
+
+
+def images_in_words(config: RunConfig, nbytes: Sequence[int]) -> str:
+    """What images of prompts move and hold; ``nbytes`` of each prompt that has some."""
+    mean, most = sum(nbytes) / len(nbytes), max(nbytes)
+    replicas = max((one.replicas for one in config.teachers.values()), default=0)
+    copies = image_copies(config, replicas)
+    return (
+        f"images: {in_mib(round(mean))} a prompt that has some, {in_mib(most)} at most; for each "
+        f"sample they cross process borders {copies:.2g} times at most, and the queue holds those "
+        f"in flight, up to {in_mib(config.queue.max_image_mib << 20)}"
+    )
+
+
 def kept_steps(config: RunConfig) -> int:
     """Steps that ``log.replay`` keeps: those since the oldest checkpoint that is kept.
 

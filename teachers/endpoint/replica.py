@@ -25,7 +25,7 @@ from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
-from async_opd.media.cache import MediaCache
+from async_opd.media.cache import MediaCache, with_images
 from async_opd.waiting.race import gather_or_cancel
 from teachers.endpoint.api import (
     NO_IMAGES,
@@ -148,7 +148,7 @@ class EndpointReplica:
 
     async def report(self) -> StageReport:
         """The report since the last one."""
-        return self._meter.report()
+        return with_images(self._meter.report(), self._media)
 
     async def close(self) -> None:
         """Closes the connections."""

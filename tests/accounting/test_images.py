@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -89,6 +90,20 @@ async def test_new_images_wait_for_room_when_two_batches_are_in_flight() -> None
     assert await driver.held() == 2
 
 
+async def test_images_that_wait_behind_text_alone_come_once_it_is_trained() -> None:
+    driver = Driver(max_images=1)
+    await driver.put(driver.admitted(prompt("p"), prompt("q")), waits=True)
+    waiting = asyncio.create_task(driver.put(driver.admitted(prompt("r", 1, 2)), waits=True))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    driver.trained("p/0", "p/1", "q/0", "q/1")
+    await driver.images.release(driver.queue)
+    async with asyncio.timeout(5):
+        await waiting
+    assert await driver.held() == 2
+
+
 async def test_prompts_without_new_images_do_not_wait() -> None:
     driver = Driver(max_images=1)
     await driver.put(driver.admitted(prompt("p", 1), prompt("q", 2)), waits=True)
@@ -115,6 +130,18 @@ async def test_images_of_an_evaluation_are_held_while_it_lasts() -> None:
     async with kept(driver.queue, "evaluation 1", [prompt("e", 1, 2), prompt("f")]):
         assert await driver.held() == 2
     assert await driver.held() == 1
+
+
+async def test_the_error_of_an_evaluation_is_raised_where_its_images_cannot_be_dropped() -> None:
+    driver = Driver()
+
+    async def unreachable(owners: Sequence[str]) -> None:
+        raise StageError("queue", "its process died")
+
+    lost = patch.object(driver.queue, "drop_media", unreachable)
+    with lost, pytest.raises(ZeroDivisionError):
+        async with kept(driver.queue, "evaluation 1", [prompt("e", 1)]):
+            raise ZeroDivisionError
 
 
 async def test_after_a_resume_all_images_in_flight_are_brought_again() -> None:

@@ -51,7 +51,7 @@ def replica(engine: Engine) -> Any:
 
     made: Any = object.__new__(StudentReplica)
     made._engine, made._gate = engine, Gate()
-    made._spec = type("Spec", (), {"kwargs": {}})
+    made._spec, made._media = type("Spec", (), {"kwargs": {}}), None
     made._prompts, made._never = EnginePrompts("student", None, None, None), {}
     made._activity, made._exit_watch = Activity("the engine"), Watch()
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()

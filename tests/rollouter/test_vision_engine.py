@@ -143,8 +143,8 @@ class World:
         rank = Rank(model, Objective(OnTopK(ForwardKL(), "ignore", None)), TrainConfig(), cpu)
         rank.sight = Sight(lambda: self.reference.processor, model.base_model, cpu)
         rows = rows_to_hold(model.config.text_config.vocab_size, 200, rank.sight)
-        engine, name = self.replica._engine, f"held{self.replica._syncs}"
-        logprobs = await held_logprobs(engine, rows, name, self.replica._prompts)
+        engine, number = self.replica._engine, self.replica._syncs
+        logprobs = await held_logprobs(engine, rows, number, self.replica._prompts)
         evidence = Evidence(logprobs, ({},), rounding_of(engine.vllm_config))
         return rank.reference(rows), evidence
 

@@ -14,6 +14,8 @@ from trainer.stage import TrainerStage
 
 
 class Learner:
+    sight = None
+
     def __init__(self) -> None:
         self.done: list[str] = []
 

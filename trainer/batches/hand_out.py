@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_opd.core.samples import Header
+from async_opd.media.cache import MediaCache
 from async_opd.waiting.race import gather_or_cancel
 from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Fetched, Plan, Share, fetch
 from trainer.rank_group import RankGroup, dispatched, run_with_ranks
-from trainer.vision.fetching import cache_of
 
 
 class Planner(Protocol):
@@ -54,9 +54,16 @@ class Dealt:
 class HandOut:
     """Chooses batches and has the ranks fetch them. Lives on rank 0's event loop."""
 
-    def __init__(self, batcher: Batcher, planner: Planner, rank_group: RankGroup) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        planner: Planner,
+        rank_group: RankGroup,
+        media: MediaCache | None = None,
+    ) -> None:
+        """``media`` is the first rank's cache of images; None: the student reads text only."""
         self._batcher = batcher
-        self._media = cache_of(lambda: batcher.queue)
+        self._media = media
         self._planner = planner
         self._rank_group = rank_group
         self._number = 0

@@ -39,7 +39,7 @@ class Follower:
 
     def __init__(self, rank: Rank, queue: Queue | None = None) -> None:
         self.rank, self.queue = rank, queue
-        self._media = None if queue is None else cache_of(lambda: queue)
+        self._media = None if queue is None else cache_of(lambda: queue, rank.sight)
         self.computing = WorkThread("train")
         self._taken: list[MicroBatch] = []
         self._fetched: dict[int, tuple[MicroBatch, ...]] = {}  # by the batch's number

@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
 from async_opd.media.cache import MediaCache
-from trainer.vision.images import of_rollout
-
-CACHE_BYTES = 1 << 30
-"""Encoded images that a rank keeps: the rollouts of a prompt may be in several of its steps."""
+from trainer.vision.images import Sight, of_rollout
 
 
-def cache_of(queue: Callable[[], Queue]) -> MediaCache:
-    """The images of the samples of a queue, which is asked for with the first of them."""
+def cache_of(queue: Callable[[], Queue], sight: Sight | None) -> MediaCache | None:
+    """The images of the samples of a queue, which is asked for with the first of them.
+
+    None for a student that reads text only. The cache is kept between steps: the rollouts of a
+    prompt may be in several of them.
+    """
+    if sight is None:
+        return None
 
     async def fetch(hashes: Sequence[str]) -> Mapping[str, bytes]:
         return await queue().media(hashes)
 
-    return MediaCache(fetch, CACHE_BYTES)
+    return MediaCache(fetch, sight.cache_bytes, sight.fetch_s)
 
 
 async def shown_by(samples: Iterable[Sample], media: MediaCache | None) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.row import Media
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import TRAINER
+from async_opd.media.cache import FETCH_S
 from trainer.vision.parts import sees
 
 if TYPE_CHECKING:
@@ -124,8 +125,14 @@ class Sight:
         decoder: Any,
         device: torch.device,
         ranks: int = 1,
+        cache_bytes: int = 1 << 30,
+        fetch_s: float = FETCH_S,
     ) -> None:
-        """``load`` is called at the first image; ``decoder`` is asked for positions only."""
+        """``load`` is called at the first image; ``decoder`` is asked for positions only.
+
+        The rank keeps ``cache_bytes`` of encoded images, and waits ``fetch_s`` for one.
+        """
+        self.cache_bytes, self.fetch_s = cache_bytes, fetch_s
         self._load, self._decoder = load, decoder
         self._device, self._ranks = device, ranks
         self._stands_in = False
@@ -240,7 +247,11 @@ def sight_of(config: RunConfig, model: Any, device: torch.device) -> Sight | Non
         trust_remote_code=student.trust_remote_code,
         processor_kwargs=student.processor_kwargs,
     )
-    return Sight(load, model.base_model, device, config.train.ranks) if sees(model) else None
+    if not sees(model):
+        return None
+    kept = config.data.image_cache_mib << 20
+    bound = config.timeouts.request_s
+    return Sight(load, model.base_model, device, config.train.ranks, kept, bound)
 
 
 def images_of(sight: Sight | None, micro_batch: MicroBatch) -> RowImages | None:

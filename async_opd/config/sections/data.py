@@ -50,7 +50,7 @@ class DataConfig(Section):
     max_images: PositiveInt = 8
     """Most images of a row; one with more is refused. Engines of models that see take as many in a
     prompt."""
-    image_cache_mib: PositiveInt = 1024
+    image_cache_mib: PositiveInt = 256
     """Maximum size in MiB of the encoded images that each replica and each rank of the trainer
     keeps after it has fetched them from the queue; the least recently used go first."""
     route_by: str = "data_source"

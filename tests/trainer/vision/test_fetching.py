@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from tests.trainer.vision.seeing import Seen, seen
 from trainer.vision.fetching import cache_of, shown_by
 
 pytest.importorskip("torchvision")
+
+
+SIGHT: Any = SimpleNamespace(cache_bytes=1 << 20, fetch_s=5.0)
 
 
 class Images:
@@ -28,7 +32,7 @@ class Images:
 async def test_samples_of_the_same_image_fetch_it_once() -> None:
     data = seen("llava", [0], [], [1, 0], [0])
     queue: Any = Images(data)
-    cache = cache_of(lambda: queue)
+    cache = cache_of(lambda: queue, SIGHT)
     assert await shown_by(data.samples, cache) == data.encoded
     assert await shown_by(data.samples[:1], cache) == {
         data.samples[0].rollout.prompt.media[0].sha256: queue.encoded[queue.asked[0]]
@@ -36,10 +40,24 @@ async def test_samples_of_the_same_image_fetch_it_once() -> None:
     assert sorted(queue.asked) == sorted(data.encoded)
 
 
+async def test_the_cache_is_as_large_as_the_config_says() -> None:
+    data = seen("llava", [0])
+    queue: Any = Images(data)
+    cache = cache_of(lambda: queue, SimpleNamespace(cache_bytes=1, fetch_s=5.0))  # type: ignore[arg-type]
+    for _ in range(2):
+        await shown_by(data.samples, cache)
+    assert len(queue.asked) == 2
+
+
+def test_a_student_that_reads_text_only_has_no_cache() -> None:
+    queue: Any = None
+    assert cache_of(lambda: queue, None) is None
+
+
 async def test_text_asks_for_nothing() -> None:
     data = seen("llava", [], [])
     queue: Any = Images(data)
-    assert await shown_by(data.samples, cache_of(lambda: queue)) == {}
+    assert await shown_by(data.samples, cache_of(lambda: queue, SIGHT)) == {}
     assert queue.asked == []
 
 
@@ -48,7 +66,7 @@ async def test_an_image_that_the_queue_lacks_names_the_sample() -> None:
     queue: Any = Images(data)
     queue.encoded = {}
     with pytest.raises(AsyncOPDError, match="p0/0"):
-        await shown_by(data.samples, cache_of(lambda: queue))
+        await shown_by(data.samples, cache_of(lambda: queue, SIGHT))
 
 
 async def test_a_header_tells_the_sizes_of_a_samples_images() -> None:
