@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from async_opd.config.load import load_config
+from async_opd.media.engine_prompts import KEPT_BYTES
 from async_opd.memory.activations import Precision
+from async_opd.memory.pools import Machine, pool_memory
 from async_opd.memory.step import Step, backward, loss, peak, states
 from async_opd.memory.tower import kept_of_tower, layer_of_tower
 from async_opd.models.model_size import ModelSize, Tower
@@ -99,3 +102,12 @@ def test_a_frozen_tower_has_neither_moments_nor_activations_that_are_kept() -> N
 def test_the_projectors_entries_are_told_apart() -> None:
     tower = tower_of_the_example()
     assert 0 < tower.projector < tower.entries
+
+
+def test_hosts_of_models_that_see_have_room_for_images_and_others_need_none() -> None:
+    config = load_config(MODEL.parents[2] / "vision.yaml", ["data.image_cache_mib=16"])
+    pools = {pool.name: pool.host for pool in pool_memory(config, Machine("cpu", 1 << 40))}
+    assert pools["train"]["image cache"] == 16 << 20
+    assert pools["rollout"]["image cache"] == (16 << 20) + KEPT_BYTES
+    assert "image cache" in pools["teachers.sees"]
+    assert "image cache" not in pools["teachers.reads"]

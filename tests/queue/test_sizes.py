@@ -19,6 +19,8 @@ from async_opd.queue.sizes import (
     Payload,
     Traffic,
     calls,
+    image_copies,
+    images_in_words,
     in_mib,
     kept_in_words,
     kept_steps,
@@ -200,3 +202,25 @@ def test_the_disk_space_of_kept_steps_is_told_with_what_its_bound_cuts() -> None
     words = kept_in_words(config(*(one.format(32) for one in given)), most)
     assert words.startswith("log.replay: at most 1.0 GiB a step in the run directory")
     assert "checkpoint 32.0 GiB, which log.replay_gib cuts from 64.0 GiB" in words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        (["rollout.n=1"], 4.0),
+        (["rollout.n=8"], 4 / 8),
+        (["rollout.n=8", "train.ranks=4", "train.context_parallel=2"], 5 / 8),
+        (["rollout.n=2", "train.ranks=8"], 5 / 2),
+    ],
+)
+def test_an_image_goes_once_to_the_queue_a_student_its_teacher_and_each_rank(
+    overrides: list[str], copies: float
+) -> None:
+    assert image_copies(config(*overrides), 1) == pytest.approx(copies)
+
+
+def test_the_bytes_of_images_are_those_of_prompts_that_have_some() -> None:
+    said = images_in_words(config("rollout.n=8"), [1 << 20, 3 << 20])
+    assert "images: 2.0 MiB a prompt that has some, 3.0 MiB at most" in said
+    assert "0.5 times at most" in said
+    assert "up to 4.0 GiB" in said

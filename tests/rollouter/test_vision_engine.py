@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,8 @@ class Seen:
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
     held: list[tuple[Reference, Evidence]] = field(default_factory=list)
-    """What trainer and engine compute of held rows, before and after the sync."""
+    """What trainer and engine compute of held rows: before a sync, after it, and after one without
+    the tower."""
 
 
 def differences(reference: Transformers, rollouts: list[Rollout]) -> list[float]:
@@ -79,16 +80,15 @@ class World:
         from tests.rollouter.test_student_engine import Sender
         from trainer.publisher import Publisher
 
-        self.reference = Transformers(folder)
+        self.reference, self.frozen = Transformers(folder), False
         self.queue = MessageQueue(("prompts", "rollouts/see", "dead"), 1000, 1 << 30, 60.0)
         self.fetches = Fetches()
         spec = StudentEngineSpec(
             "student/0", vision_kwargs(folder), SamplingSpec(8, 1.0, 1.0, N), (EOS,), "gloo"
         )
         self.replica = StudentReplica(spec, self.queue, MediaCache(self.fetches, 1 << 20))
-        model = self.reference.model
         publisher = Publisher(
-            lambda: iter([(n, p.detach().clone()) for n, p in model.named_parameters()]),
+            lambda: iter([(n, p.detach().clone()) for n, p in self.sent()]),
             lambda: GlooSender("127.0.0.1", 30.0, 100_000),
         )
         members = RollouterStage({"student/0": self.replica}, self.queue).members
@@ -148,13 +148,19 @@ class World:
         evidence = Evidence(logprobs, ({},), rounding_of(engine.vllm_config))
         return rank.reference(rows), evidence
 
-    def move_the_tower(self) -> None:
-        """Changes the weights of the tower alone, enough that log-probabilities change."""
+    def sent(self) -> Iterator[tuple[str, Any]]:
+        """The parameters of a weight sync: all of them, or all but a frozen tower's."""
+        for name, parameter in self.reference.model.named_parameters():
+            if not (self.frozen and TOWER in name):
+                yield name, parameter
+
+    def move(self, tower: bool, size: float) -> None:
+        """Changes the weights of the tower alone, or all others."""
         torch.manual_seed(0)
         with torch.no_grad():
             for name, parameter in self.reference.model.named_parameters():
-                if TOWER in name:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+                if (TOWER in name) == tower:
+                    parameter.add_(torch.randn_like(parameter) * size)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -179,10 +185,14 @@ async def scenario(w: World) -> Seen:
             [w.prompt(name) for name in PROMPTS], SamplingSpec(8, 0.0, 1.0, 1)
         )
         found.held.append(await w.compare())
-        w.move_the_tower()
+        w.move(tower=True, size=0.1)
         await w.push(1)
         found.held.append(await w.compare())
         found.after = differences(w.reference, await w.rollouts())
+        w.frozen = True
+        w.move(tower=False, size=0.01)
+        await w.push(2)
+        found.held.append(await w.compare())
     worker.cancel()
     return found
 
@@ -218,7 +228,7 @@ def judged(reference: Reference, *evidence: Evidence) -> dict[int, WrongWeights]
     return Freshness(1).judge(meta, dict(enumerate(evidence))).wrong
 
 
-@pytest.mark.parametrize("sync", [0, 1])
+@pytest.mark.parametrize("sync", [0, 1, 2], ids=["none", "all", "all but a frozen tower"])
 async def test_held_rows_with_an_image_are_those_of_the_trainer(seen: Seen, sync: int) -> None:
     reference, evidence = seen.held[sync]
     assert [bool(row.media) for row in reference.rows] == [*[False] * 5, True]
@@ -230,7 +240,7 @@ async def test_held_rows_with_an_image_are_those_of_the_trainer(seen: Seen, sync
 async def test_an_engine_that_ignores_a_new_tower_is_found_by_the_row_with_an_image(
     seen: Seen,
 ) -> None:
-    (before, old), (after, new) = seen.held
+    (before, old), (after, new), _ = seen.held
     for one, two in list(zip(before.logprobs, after.logprobs, strict=True))[:-1]:
         np.testing.assert_allclose(one, two, atol=1e-6)
     assert list(judged(after, new, old)) == [1]
