@@ -23,6 +23,7 @@ from tests.trainer.vision.seeing import (
 )
 from tests.vision_models import FAMILIES
 from trainer.flops import ModelSize
+from trainer.learner import Learner
 from trainer.saving.export import save_model
 from trainer.student.adapters import LORA, add_adapters
 from trainer.student.check import check_rank, check_student
@@ -74,6 +75,26 @@ def test_frozen_parts_have_neither_gradients_nor_moments(family: str, parts: Any
     rank.apply(1e-3)
     frozen = {id(p) for n, p in model.named_parameters() if n in names}
     assert not frozen & {id(p) for p in rank.optimizer.state}
+
+
+def test_a_resumed_student_has_the_frozen_parts_of_its_files_and_goes_on_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    def resumed(family: str) -> Learner:
+        model = student_of(family)
+        freeze(model, ["vision_tower"])
+        return Learner(rank_of(model, family))
+
+    first, again = seen("qwen3_vl", [0], []), seen("qwen3_vl", [1], [0])
+    one, two = resumed("qwen3_vl"), resumed("qwen3_vl")
+    one.train_batch(first.samples, first.encoded)
+    one.capture(version=1)
+    one.write(str(tmp_path))
+    assert two.restore(str(tmp_path)).version == 1
+    for learner in (one, two):
+        learner.train_batch(again.samples, again.encoded)
+    other = dict(two.model.named_parameters())
+    assert all(torch.equal(value, other[name]) for name, value in one.model.named_parameters())
 
 
 def test_a_student_that_reads_text_has_no_part_to_freeze() -> None:
