@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,8 +23,8 @@ from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import LeaseExpired, StageError
 from async_opd.core.lease import Lease
 from async_opd.core.reports import Interval
-from async_opd.core.samples import Header, Sample
-from async_opd.core.stages import SCORED, STALE, TRAINER, Queue
+from async_opd.core.samples import DeadLetter, Header, Sample
+from async_opd.core.stages import DEAD, SCORED, STALE, TRAINER, Queue
 from async_opd.core.uid import Uid, prompt_uid
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.waiting.deadline import Timer
@@ -150,6 +150,14 @@ class Batcher:
         """
         gone = [uid for uid, held in self._held.items() if held.lease in leases]
         await self._settle([self._held.pop(uid) for uid in gone])
+
+    async def give_up(self, reasons: Mapping[Uid, str]) -> None:
+        """Makes held samples that cannot be trained dead letters, each with its reason."""
+        gone = [self._held.pop(uid) for uid in sorted(reasons) if uid in self._held]
+        if gone:
+            letters = [DeadLetter(one.header, reasons[one.header.uid], TRAINER) for one in gone]
+            await self.queue.put(DEAD, Batch.pack(letters))
+            await self._settle(gone)
 
     async def done(self) -> None:
         """Settles the batch that was taken last: it is trained."""

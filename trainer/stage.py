@@ -39,7 +39,7 @@ from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.hand_out import HandOut
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, retrieve_exception, run_with_ranks
-from trainer.vision.fetching import cache_of, shown_by
+from trainer.vision.fetching import cache_of, shown_by, take_seen
 from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ class TrainerStage:
     async def _take(self) -> tuple[TrainBatch, Callable[[], LearnerReport]]:
         """A batch whose samples this rank, or each of several ranks, has; and the step on it."""
         if self._hand_out is None:
-            taken = await self._batcher.take(self._version)
-            images = await shown_by(taken.samples, self._media)
+            taken, images = await take_seen(self._batcher, self._version, self._media)
             return taken, partial(self._learner.train_batch, taken.samples, images)
         dealt = await self._hand_out.take(self._version)
         own = dealt.own.micro_batches
@@ -233,7 +232,7 @@ class TrainerStage:
         async with self._gate, self._gpus, self._weights:
             self._pending_tokens = sum(sample.rollout.tokens for sample in samples)
             with self._activity.busy():
-                images = await shown_by(samples, self._media)
+                images, _ = await shown_by(samples, self._media)
                 found = await self._compute(self._learner.supervise, samples, rate, images)
         self._tokens += self._pending_tokens
         return found

@@ -5,7 +5,8 @@ student  the engine refuses the prompt, or returns log-probabilities that are no
 grader   the grader raises, or returns no number from 0 to 1
 teacher  no replica can score the rollout
 group    another rollout of the group is a dead letter, where groups are trained whole
-trainer  the step was skipped (train.on_nonfinite: skip); it counts against no share
+trainer  the queue has lost an image of the sample; or the step was skipped
+         (train.on_nonfinite: skip), which counts against no share
 """
 
 from __future__ import annotations

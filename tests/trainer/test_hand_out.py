@@ -39,7 +39,7 @@ LEASE_S = 60.0
 class Planner:
     """Deals samples out in turn, one micro-batch a rank; masked ones weigh nothing."""
 
-    vocabularies = Vocabularies(99)
+    vocabularies, sight = Vocabularies(99), None
 
     def __init__(self, ranks: int, masked: Sequence[str] = ()) -> None:
         self.ranks, self.masked = ranks, masked
@@ -82,7 +82,7 @@ class Ranks:
     """A rank group whose other ranks are real followers in this process."""
 
     def __init__(self, clients: Sequence[Any], vocabularies: Vocabularies) -> None:
-        rank: Any = type("Rank", (), {"vocabularies": vocabularies})()
+        rank: Any = type("Rank", (), {"vocabularies": vocabularies, "sight": None})()
         self.followers = [Follower(rank, client) for client in clients]
         self.ranks = len(clients) + 1
         self.loop = asyncio.get_running_loop()

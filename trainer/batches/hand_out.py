@@ -6,7 +6,8 @@
 
 The next batch is dealt out while the step before is computed. Leases that have expired, or whose
 queue has died, are let go, and another batch is chosen: no sample is lost or trained twice, since
-only what is committed is trained and acknowledged.
+only what is committed is trained and acknowledged. Samples with images that nobody has are dead
+letters.
 """
 
 from __future__ import annotations
@@ -106,10 +107,12 @@ class HandOut:
             for error in (one.error for one in fetched if one.error is not None):
                 raise error
             lost = {lease for one in fetched for lease in one.lost}
-            if not lost:
+            unseen = {uid: why for one in fetched for uid, why in one.unseen.items()}
+            if not lost and not unseen:
                 total = sum(one.repetition for one in fetched)
                 return Dealt(batch, plan, self._number, fetched[0], total)
             await self._batcher.forget(lost)
+            await self._batcher.give_up(unseen)
 
     async def _fetched(self, shares: Sequence[Share]) -> list[Fetched]:
         """What each rank has fetched; of the others without their samples."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -110,12 +110,14 @@ class Share:
 class Fetched:
     """What a rank has fetched: its micro-batches, and the sum of its responses' repetition.
 
-    There are none if ``lost`` leases do not have their samples any more, or with an ``error``.
+    There are none if ``lost`` leases do not have their samples any more, if nobody has an image of
+    a sample (``unseen``: reasons by uid), or with an ``error``.
     """
 
     micro_batches: tuple[MicroBatch, ...] = ()
     repetition: float = 0.0
     lost: frozenset[int] = frozenset()
+    unseen: Mapping[Uid, str] = field(default_factory=dict)
     error: AsyncOPDError | None = None
 
 
@@ -154,7 +156,9 @@ async def _fetch(
     if lost:
         return Fetched(lost=frozenset(lost))
     refuse_foreign_tokens(list(samples.values()), vocabularies)
-    encoded = await shown_by(samples.values(), media)
+    encoded, unseen = await shown_by(samples.values(), media)
+    if unseen:
+        return Fetched(unseen=unseen)
     return Fetched(
         tuple(one.of(samples, encoded) for one in share.micro_batches),
         sum(repetition(samples[index].rollout) for index in share.measured),

@@ -52,7 +52,7 @@ class Follower:
         """Fetches the samples of this rank's share, and keeps them for its ``backward``."""
         assert self.queue is not None
         found = await fetch(self.queue, share, self.rank.vocabularies, self._media)
-        if not found.lost:
+        if not found.lost and not found.unseen:
             self._fetched[share.number] = found.micro_batches
         return replace(found, micro_batches=())
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from async_opd.core.errors import RolloutFault
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
+from async_opd.core.uid import Uid
 from async_opd.media.cache import MediaCache
+from trainer.batcher import Batcher, TrainBatch
 from trainer.vision.images import Sight, of_rollout
 
 
@@ -28,12 +31,38 @@ def cache_of(queue: Callable[[], Queue], sight: Sight | None) -> MediaCache | No
     return MediaCache(fetch, sight.cache_bytes, sight.fetch_s)
 
 
-async def shown_by(samples: Iterable[Sample], media: MediaCache | None) -> dict[str, bytes]:
-    """Encoded bytes by SHA-256 of all images that the samples show; raises as MediaCache.get."""
+async def shown_by(
+    samples: Iterable[Sample], media: MediaCache | None
+) -> tuple[dict[str, bytes], dict[Uid, str]]:
+    """Encoded bytes by SHA-256 of all images that the samples show, and what cannot be seen.
+
+    That is the reason by the uid of each sample with an image that the queue does not hold, or
+    holds with other bytes. Raises StageTimeout, and what a fetch raises, as MediaCache.get.
+    """
     encoded: dict[str, bytes] = {}
+    unseen: dict[Uid, str] = {}
     for sample in samples if media is not None else ():
         images = of_rollout(sample.rollout)
         if new := [one for one in images if one.sha256 not in encoded]:
-            got = await media.get(new, sample.rollout.uid)  # type: ignore[union-attr]
+            try:
+                got = await media.get(new, sample.rollout.uid)  # type: ignore[union-attr]
+            except RolloutFault as fault:
+                unseen[sample.rollout.uid] = str(fault)
+                continue
             encoded |= {one.sha256: each for one, each in zip(new, got, strict=True)}
-    return encoded
+    return encoded, unseen
+
+
+async def take_seen(
+    batcher: Batcher, version: int, media: MediaCache | None
+) -> tuple[TrainBatch, dict[str, bytes]]:
+    """Takes a batch for a step, as Batcher.take, and the images that its samples show.
+
+    Samples that cannot be seen are dead letters, and another batch is chosen.
+    """
+    while True:
+        batch = await batcher.choose(lambda: version)
+        encoded, unseen = await shown_by(batch.samples, media)
+        await batcher.give_up(unseen)
+        if not unseen and batcher.commit(batch, version):
+            return batch, encoded

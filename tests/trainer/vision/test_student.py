@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from async_opd.config.sections.train import LoraConfig
-from async_opd.core.errors import StageError
+from async_opd.core.errors import CheckpointError, StageError
 from tests.trainer.models import tiny_model
 from tests.trainer.vision.seeing import (
     CPU,
@@ -169,3 +169,16 @@ def test_an_export_loads_with_its_processor(family: str, tmp_path: Path) -> None
     assert ImageProcessor.load(target).placeholder_id > 0
     again = dict(AutoModelForImageTextToText.from_pretrained(target).named_parameters())
     assert all(torch.equal(again[name], one) for name, one in model.named_parameters())
+
+
+def test_a_student_with_other_frozen_parts_is_not_resumed(tmp_path: Path) -> None:
+    model = student_of("llava")
+    freeze(model, ["vision_tower"])
+    learner = Learner(rank_of(model, "llava"))
+    learner.capture(version=0)
+    learner.write(str(tmp_path))
+    for part, _, parameter in parameters_that_see(model):
+        if part == "vision_tower":
+            parameter.data += 1
+    with pytest.raises(CheckpointError, match="frozen weights of another model"):
+        learner.restore(str(tmp_path))
