@@ -60,6 +60,8 @@ async def take_seen(
 
     Samples that cannot be seen are dead letters, and another batch is chosen.
     """
+    if media is None:
+        return await batcher.take(version), {}
     while True:
         batch = await batcher.choose(lambda: version)
         encoded, unseen = await shown_by(batch.samples, media)
