@@ -1,4 +1,4 @@
-"""A run whose two teachers take turns with the trainer.
+"""A run whose two teachers take turns with the trainer; the student's own top-k is scored.
 
 tests/cluster/test_colocated_trainer_run.py has a teacher that takes turns with the engine.
 """
@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from tests.cluster.test_run import Run, Running
+from tests.cluster.test_run import EXAMPLE, Run, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -22,6 +22,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
         *(f"teachers.{name}.placement=colocated" for name in ("sort", "reverse")),
         *(f"teachers.{name}.with=train" for name in ("sort", "reverse")),
         *("eval.every=0", "log.wandb=off"),
+        example=EXAMPLE.parent / "objectives" / "reverse_kl_student_topk.yaml",
     )
     return running.end()
 

@@ -1,4 +1,4 @@
-"""A run whose trainer and teacher take turns with the rollout engine on its GPUs; here on CPUs."""
+"""A run with rewards whose trainer and teacher take turns with the rollout engine; on CPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.cluster.test_run import ONE_TEACHER, Run, Running
+from tests.cluster.test_run import EXAMPLE, ONE_TEACHER, Run, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -19,13 +19,19 @@ TEACHER_TOO = ("teachers.sort.placement=colocated", "teachers.sort.with=rollout"
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "shared",
-        *(ONE_TEACHER, *COLOCATED, *TEACHER_TOO, "checkpoint.every=1", "log.wandb=off"),
+        ONE_TEACHER.replace("quickstart/", "../quickstart/"),
+        *(*COLOCATED, *TEACHER_TOO, "checkpoint.every=1", "log.wandb=off"),
+        example=EXAMPLE.parent / "objectives" / "forward_kl_reward.yaml",
     )
     return running.end()
 
 
 def test_it_trains_every_sample(shared: Run) -> None:
     assert (shared.code, shared.summary["ledger/trained"]) == (0, 6 * 128), shared.output
+
+
+def test_its_answers_have_rewards(shared: Run) -> None:
+    assert any("reward/mean" in line for line in shared.metrics)
 
 
 def test_the_engines_get_every_version(shared: Run) -> None:

@@ -62,7 +62,7 @@ def test_experts_that_are_copies_compute_what_the_dense_student_computes(tmp_pat
 def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("runs")
     upcycled(directory / "student", 0.01)
-    sizes = ("train.steps=100", "async.sync_steps=4", "eval.every=0", "eval.max_prompts=null")
+    sizes = ("train.steps=60", "async.sync_steps=4", "eval.every=0", "eval.max_prompts=null")
     student = f"student.model={directory / 'student'}"
     return Running(directory / "mixture", student, *sizes, "log.wandb=off", example=EXAMPLE).end(
         900
