@@ -29,7 +29,7 @@ from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import TRAINER
 from async_opd.core.uid import Uid
 from async_opd.core.written_file import WrittenFile
-from async_opd.media.cache import with_images
+from async_opd.media.cache import MediaCache, with_images
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.gpu_turns import GpuTurns
@@ -39,7 +39,7 @@ from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.hand_out import HandOut
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, retrieve_exception, run_with_ranks
-from trainer.vision.fetching import cache_of, shown_by, take_seen
+from trainer.vision.fetching import shown_by, take_seen
 from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -77,8 +77,9 @@ class TrainerStage:
         rank_group: RankGroup = SINGLE_RANK,
         held_rows: Sequence[HeldRow] = (),
         turns: GpuTurns | None = None,
+        media: MediaCache | None = None,
     ) -> None:
-        """``held_rows`` are those of ``async_opd.weight_sync.freshness``.
+        """``held_rows`` are those of ``async_opd.weight_sync``; ``media`` of a student that sees.
 
         With ``turns`` the learner is offloaded now, and onloaded in these only.
         """
@@ -87,8 +88,8 @@ class TrainerStage:
         self._publisher = publisher
         self._batcher = batcher
         alone = rank_group.ranks == 1
-        self._media = cache_of(lambda: batcher.queue, learner.sight)
-        self._hand_out = None if alone else HandOut(batcher, learner, rank_group, self._media)
+        self._media = media
+        self._hand_out = None if alone else HandOut(batcher, learner, rank_group, media)
         self._max_lag = max_version_lag
         self._model_dir = model_dir
         self._rank_group = rank_group

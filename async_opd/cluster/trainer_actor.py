@@ -19,6 +19,7 @@ from trainer.rank_group import SINGLE_RANK
 from trainer.rank_spec import RankSpec
 from trainer.replay.replayer import Replayer
 from trainer.stage import TrainerStage
+from trainer.vision.fetching import cache_of
 
 
 def build_trainer(
@@ -33,6 +34,7 @@ def build_trainer(
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
     learner = build_learner(config, device, spec, rank_group)
+    batcher = build_batcher(config, queue)
     return TrainerStage(
         learner,
         Publisher(
@@ -41,12 +43,13 @@ def build_trainer(
             digests=config.sync.verify_every > 0,
             chunk_bytes=config.sync.chunk_mib << 20,
         ),
-        build_batcher(config, queue),
+        batcher,
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,
         rank_group=rank_group,
         held_rows=rows_to_compare(config, learner),
         turns=GpuTurns() if config.rollout.host is not None else None,
+        media=cache_of(lambda: batcher.queue, learner.sight),
     )
 
 

@@ -12,8 +12,6 @@ from trainer.stage import TrainerStage
 class Learner:
     """Counts how often its cache was freed."""
 
-    sight = None
-
     freed = 0
 
     def free_cache(self) -> None:

@@ -14,8 +14,6 @@ from trainer.stage import TrainerStage
 
 
 class Learner:
-    sight = None
-
     def __init__(self) -> None:
         self.done: list[str] = []
 

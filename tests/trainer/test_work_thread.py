@@ -22,8 +22,6 @@ from trainer.work_thread import WorkThread
 class Threads:
     """Any learner, publisher or rank: notes the thread on which each method was called."""
 
-    sight = None
-
     def __init__(self, **returns: Any) -> None:
         self.seen: dict[str, int] = {}
         self.returns = returns
