@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 
 from async_opd.files.safe_open import regular_file
 
 LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
 """Bytes read from the end of a log, and characters shown of one of its lines."""
 QUOTED_CHARACTERS, QUOTED_LINES = 300, 3
+_WARNING = re.compile(r"\bW\d{4} \d\d:|WARNING|\w*Warning:")
+"""What a line has that torch, vLLM or Python's ``warnings`` logged as a warning."""
 
 
 def error_lines(path: str, lines: int) -> list[str]:
@@ -16,7 +19,12 @@ def error_lines(path: str, lines: int) -> list[str]:
 
     For any other file, one line that says what it is.
     """
-    return [line for line in _last_lines(path) if "rror" in line][-lines:]
+    return [line for line in _last_lines(path) if _is_error(line)][-lines:]
+
+
+def _is_error(line: str) -> bool:
+    """Whether a line speaks of an error and is no warning, as of one in a future release."""
+    return "rror" in line and _WARNING.search(line) is None
 
 
 def _last_lines(path: str) -> list[str]:
@@ -44,7 +52,7 @@ def own_last_words(descriptors: tuple[int, ...] = (2, 1)) -> str:
         except OSError:
             continue
         found = [line.strip() for line in _last_lines(path) if line] if os.path.isfile(path) else []
-        errors = [line for line in found if "rror" in line]
+        errors = [line for line in found if _is_error(line)]
         if errors:
             return f"the last error in its output: {errors[-1][:QUOTED_CHARACTERS]}"
         said = said or found[-QUOTED_LINES:]

@@ -36,6 +36,19 @@ def test_the_last_errors_of_a_process_are_its_last_words(logs: Path) -> None:
     assert last_error_lines(77) == "      MemoryError: none left"
 
 
+@pytest.mark.parametrize(
+    "warning",
+    [
+        "W1123 08:11:20.539000 4518 torch/utils/_pytree.py:630] will be an error in a release",
+        "\x1b[33m(EngineCore pid=7) WARNING 11-23 08:00:37 [x.py:1] no error yet",
+        "x.py:365: DeprecationWarning: an error in a later version",
+    ],
+)
+def test_a_warning_about_errors_is_no_last_word(logs: Path, warning: str) -> None:
+    (logs / f"{NAME}.err").write_text(f"MemoryError: none left\n{warning}\n")
+    assert last_error_lines(77) == "      MemoryError: none left"
+
+
 def test_a_link_is_not_followed(logs: Path, tmp_path: Path) -> None:
     (tmp_path / "private").write_text("the error password\n")
     (logs / f"{NAME}.err").symlink_to(tmp_path / "private")
