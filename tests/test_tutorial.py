@@ -73,7 +73,7 @@ def test_every_command_of_the_tutorial_prints_what_it_shows(tmp_path: Path) -> N
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # in the order of a terminal
             text=True,
-            timeout=300,
+            timeout=900,
         )
         said = done.stdout
         assert done.returncode == 0, f"{command}\n{said}"

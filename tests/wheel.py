@@ -19,13 +19,13 @@ def install_wheel(folder: Path) -> Path:
     editable install of async_opd has a ``.pth`` file, which is not read from there.
     """
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=300)
     (wheel,) = (folder / "dist").glob("*.whl")
     venv.create(folder / "env", with_pip=False, symlinks=True)
     python = folder / "env" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     subprocess.run(
-        [*pip, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True, timeout=120
+        [*pip, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True, timeout=300
     )
     where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = subprocess.run(where, check=True, capture_output=True, text=True, timeout=60)

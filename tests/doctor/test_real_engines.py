@@ -11,7 +11,7 @@ import pytest
 
 from tests.checks.inputs import EXAMPLE, MODELS
 
-BOUND_S = 400
+BOUND_S = 900
 
 
 @pytest.mark.engine

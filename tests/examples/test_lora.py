@@ -48,7 +48,7 @@ def as_adapter(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("runs") / "as_adapter"
     exact = ("train.export_dtype=float32", "log.wandb=off", "eval.every=0", "eval.max_prompts=4")
     options = ("train.lora.sync=adapter", ONE_TEACHER, "eval.teachers=false", *few, *exact)
-    return Running(directory, *options, example=EXAMPLE).end(300)
+    return Running(directory, *options, example=EXAMPLE).end()
 
 
 def test_a_run_completes_whose_engines_take_adapters(as_adapter: Run) -> None:

@@ -27,7 +27,7 @@ def drawn(folder: Path, train: int, evaluation: int) -> list[str]:
     """Overrides that name files with so many rows of each task."""
     sizes = ["--train", str(train), "--eval", str(evaluation)]
     command = [sys.executable, str(MAKE), "--out", str(folder), *sizes]
-    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
     return [f"data.{part}={folder / 'data' / part}.parquet" for part in ("train", "eval")]
 
 
