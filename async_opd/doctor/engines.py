@@ -40,7 +40,7 @@ from async_opd.doctor.prompts import sampled
 from async_opd.files.safe_open import private_files
 from async_opd.models.engine_args import Device
 from async_opd.models.hub import localize
-from async_opd.models.model_files import is_hub_id
+from async_opd.models.model_files import is_hub_id, sees
 from async_opd.models.tokenizer import Text
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel, race
@@ -54,6 +54,7 @@ ITSELF = "student"
 """The name of the teacher that is the student itself."""
 PROMPTS, RESPONSE_TOKENS = 32, 64
 BOUND = "four times the rounding that the first weight sync measured"
+IMAGE_MASS = "; or tokens that stand for images have that mass: no rollout engine samples them"
 DTYPES = "give rollout.engine and teachers.*.engine the same dtype and head_dtype as the trainer"
 
 
@@ -198,20 +199,23 @@ async def _scored_by_itself(
         return [_failed("the scoring engine with the student's weights", error)]
     count = len(measured.responses)
     answered = Agreement.of([one.rollout_logprobs for one in measured.responses], scores[:count])
-    lines = [_floor("its responses, rollout engine against scoring engine", answered, bound)]
+    what = "its responses, rollout engine against scoring engine"
+    lines = [_floor(what, answered, bound, IMAGE_MASS if sees(config.student.model) else "")]
     if reference is not None:
         rows = Agreement.of(list(reference.logprobs), scores[count:])
         lines.append(_floor("held rows, trainer against scoring engine", rows, bound))
     return lines
 
 
-def _floor(what: str, found: Agreement, bound: float) -> Finding:
+def _floor(what: str, found: Agreement, bound: float, other_cause: str = "") -> Finding:
     message = f"mismatch floor, the student by itself: {what}: {found}; bound {bound:.2g}"
     if not found.tokens:
         message = f"mismatch floor, the student by itself: {what}: not measured, without any token"
         return Finding(TOPIC, "warning", message, "see why responses are empty: doctor's prompts")
     fits = found.mean <= bound
-    return Finding(TOPIC, "ok" if fits else "warning", message, "" if fits else DTYPES)
+    return Finding(
+        TOPIC, "ok" if fits else "warning", message, "" if fits else DTYPES + other_cause
+    )
 
 
 async def _of_teacher(

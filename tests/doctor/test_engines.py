@@ -24,7 +24,7 @@ from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.doctor.agreement import Agreement
-from async_opd.doctor.engines import ITSELF, _apart, _floor, examine_engines
+from async_opd.doctor.engines import IMAGE_MASS, ITSELF, _apart, _floor, examine_engines
 from async_opd.doctor.finding import Finding
 from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Reference, WeightMeta
@@ -180,6 +180,12 @@ def test_a_scoring_engine_that_is_off_is_a_floor_with_a_warning(
     assert "mean |Δ| 0.25, largest 0.25, bias +0.25 nats over 4 tokens" in floors[0].found
     assert "trainer against scoring engine" in floors[1].found
     assert all("head_dtype" in one.remedy for one in floors)
+
+
+def test_a_floor_of_a_student_that_sees_names_the_tokens_that_are_not_sampled() -> None:
+    off = Agreement(10, 0.1, 0.2, 0.1)
+    assert "stand for images" in _floor("its responses", off, 1e-3, IMAGE_MASS).remedy
+    assert "stand for images" not in _floor("its responses", off, 1e-3).remedy
 
 
 def test_an_update_that_a_replica_does_not_compute_with_is_an_error(
