@@ -64,8 +64,8 @@ class Pipeline:
     checkpointer: Checkpointer | None = None
     start: Checkpoint | None = None
     """The checkpoint at which the run continues; ``prompts`` stands at its cursor."""
-    again: bool = False
-    """The run has begun before on the same engines, which may have weights of any version."""
+    pushes_first: bool = False
+    """Replicas get the trainer's weights, and are compared with it, before the first prompt."""
     evaluated: int = -1
     """The last step whose evaluation is logged."""
     cold_start: ColdStart | None = None
@@ -194,14 +194,11 @@ class Pipeline:
             self.evaluations.begin(start.cut.step, self._coroutines)
 
     async def _first_weights(self) -> None:
-        """Trainer ──► replicas, if these may have other weights: new ones have the student's own.
-
-        The trainer has others after a cold start, replicas where the run has begun before.
-        """
+        """Trainer ──► replicas, after a cold start or if asked: new ones have the student's own."""
         if self.cold_start is not None:
             await self.cold_start.run(self.stages.trainer, self.stages.scorer, self._bounded)
             self._past_cold_start = True
-        if self.again or self.cold_start is not None:
+        if self.pushes_first or self.cold_start is not None:
             await self.stages.sync.snapshot(0, again=True)
             await self._bounded("the first weight sync", self.stages.sync.push())
 

@@ -30,6 +30,7 @@ from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.grading.evaluation_set import evaluation_of
 from async_opd.job import Job
+from async_opd.models.model_files import sees
 from async_opd.models.model_size import ModelSize
 from async_opd.models.tokenizer import Text
 from async_opd.observability.stall import teachers_s
@@ -109,7 +110,9 @@ class Training:
     def _pipeline(self, again: bool = False) -> Pipeline:
         """The next pipeline, which has read what its first prompts need.
 
-        Far into a streamed source that may take long: not for the driver's event loop.
+        Far into a streamed source that may take long: not for the driver's event loop. ``again``:
+        the engines may have weights of any version. Those of a student that sees are compared with
+        the trainer before anything is sampled, since images can be prepared in many ways.
         """
         job = self.job
         prompts = RecordedPrompts(
@@ -129,7 +132,7 @@ class Training:
             job.journal,
             self._checkpointer,
             job.start,
-            again,
+            again or (job.config.sync.verify_every > 0 and sees(job.config.student.model)),
             last_evaluation(job.run_dir) if job.start else -1,
             cold_start_of(job, self.text),
             self._lr_factor(),

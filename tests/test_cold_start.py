@@ -240,6 +240,24 @@ async def test_the_replicas_get_the_cold_starts_weights_before_anything_is_sampl
     assert (cold.before, synced[:2]) == ((0, 0), [(0, True), (1, False)])
 
 
+@pytest.mark.parametrize(("asked", "first"), [(True, (0, True)), (False, (1, False))])
+async def test_replicas_are_pushed_version_0_before_the_first_prompt_only_if_asked(
+    asked: bool, first: tuple[int, bool]
+) -> None:
+    run = world()
+    synced: list[tuple[int, bool]] = []
+    snapshot = run.sync.snapshot
+
+    async def noted(version: int, again: bool = False) -> None:
+        synced.append((version, again))
+        await snapshot(version, again)
+
+    run.sync.snapshot = noted  # type: ignore[method-assign]
+    run.pipeline.pushes_first = asked
+    await run.pipeline.run()
+    assert synced[0] == first
+
+
 async def test_no_checkpoint_is_taken_before_the_cold_start_is_over() -> None:
     run = world()
     run.pipeline.cold_start = Cold(run)  # type: ignore[assignment]
