@@ -17,7 +17,7 @@ from async_opd.core.arrays import Float32
 from async_opd.core.errors import StageError
 from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.waiting.race import gather_or_cancel
-from async_opd.weight_sync.held_rows import LENGTHS, HeldRow
+from async_opd.weight_sync.held_rows import MOST_ROWS, HeldRow
 from rollouter.adapter_worker import ADAPTER_ID
 
 QUANTIZED_ROUNDING = 2.0**-4
@@ -42,8 +42,8 @@ def with_seats(kwargs: dict[str, Any]) -> dict[str, Any]:
     alone, and rows wait for its end.
     """
     seats = int(kwargs["max_num_seqs"])
-    most = int(kwargs.get("max_num_batched_tokens") or seats + len(LENGTHS))
-    return kwargs if seats == 1 else kwargs | {"max_num_seqs": min(seats + len(LENGTHS), most)}
+    most = int(kwargs.get("max_num_batched_tokens") or seats + MOST_ROWS)
+    return kwargs if seats == 1 else kwargs | {"max_num_seqs": min(seats + MOST_ROWS, most)}
 
 
 def rounding_of(config: VllmConfig) -> float:

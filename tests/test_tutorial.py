@@ -57,6 +57,7 @@ def test_words_are_compared_and_numbers_are_not() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_every_command_of_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:
     installed, empty = install_wheel(tmp_path / "wheel"), tmp_path / "empty"
     empty.mkdir()

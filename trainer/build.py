@@ -6,6 +6,7 @@ directory ──► EmptyStudent ──(join, shard)──► fill ──► Lea
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
 from async_opd.pictures.shown_text import ShownText
-from async_opd.weight_sync.held_rows import LENGTHS, HeldRow
+from async_opd.weight_sync.held_rows import HeldRow
 from trainer.batches.token_weights import TokenWeighting
 from trainer.layers.compiled import compile_layers
 from trainer.learner import Learner
@@ -64,7 +65,7 @@ def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[HeldRow, ...]:
     """The held rows of ``weight_sync.freshness`` for the student and its engines."""
     settings = learner.model.config.get_text_config().to_dict()
     longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
-    room = LENGTHS[-1] if longest is None else longest - 1  # an engine samples one token more
+    room = sys.maxsize if longest is None else longest - 1  # an engine samples one token more
     return rows_to_hold(int(settings["vocab_size"]), room, learner.sight)
 
 

@@ -10,13 +10,12 @@ Nothing of the run is kept: the pools have a directory that is removed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from async_opd.accounting.images import kept
 from async_opd.checks.preflight import preflight
@@ -27,13 +26,13 @@ from async_opd.config.sections.loss import K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
 from async_opd.core.arrays import Float32
 from async_opd.core.batch import Batch
-from async_opd.core.errors import ConfigError, StageError
+from async_opd.core.errors import ConfigError, RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
-from async_opd.core.uid import Uid
 from async_opd.data.answers import supervised
 from async_opd.data.hub import fetched_data
+from async_opd.data.prompts import to_prompt
 from async_opd.doctor.agreement import Agreement
 from async_opd.doctor.finding import Finding
 from async_opd.doctor.prompts import sampled
@@ -327,19 +326,11 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     device, text = resolve_device(config), Text.of(config)
     limit = inputs.max_prompt_tokens
     rows = sampled(config, inputs.checked, PROMPTS)
-    ids = [(row, text.encode(row.prompt)) for row in rows]
-    prompts = [
-        Prompt(
-            Uid(row.uid),
-            row.data_source,
-            config.teacher_of(row.data_source) or "",
-            np.array(tokens, np.int32),
-            media=row.images,
-            encoded=row.encoded,
-        )
-        for row, tokens in ids
-        if limit is None or len(tokens) <= limit
-    ]
+    prompts: list[Prompt] = []
+    bounds: dict[str, Any] = {"limit": limit, "sized": text.image_tokens}
+    for row in rows:
+        with suppress(RolloutFault):  # the doctor's findings of lengths and templates tell of it
+            prompts.append(to_prompt(row, text.encode, config.teacher_of, **bounds))
     place = None if config.cluster.address is None else Path(config.run_dir or ".").parent
     with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
         work = examine_engines(

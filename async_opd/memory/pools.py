@@ -213,13 +213,16 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
 
 
 def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
-    """Each of an engine's GPUs has a shard of its weights, its host while the engine sleeps."""
+    """Each of an engine's GPUs has a shard of its weights, its host while the engine sleeps.
+
+    Images are kept once for all GPUs of an engine.
+    """
     pool, model = _engine_section(config, name)
     parallel = pool.tensor_parallel
     weights = machine.sizes(model).engine_bytes(engine_dtype(pool.engine, machine.device))
     host = {"process": ENGINE_PROCESS}
     if sees(model):
-        host["image cache"] = (config.data.image_cache_mib << 20) + KEPT_BYTES
+        host["image cache"] = ((config.data.image_cache_mib << 20) + KEPT_BYTES) // parallel
     if machine.device == "cpu":
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
         return PoolMemory(name, pool.replicas, {}, host)

@@ -15,7 +15,8 @@ parameters  see one wrong bit of those that are sent tensors, or some joined (wh
             that other matrices change when what is sent does, from the second comparison on
 
 The rows (``async_opd.weight_sync.held_rows``) are fixed. Of a student that sees one has an image,
-which the trainer's tower computes, and the engine's.
+which the trainer's tower computes, and the engine's; it is judged apart from those of text, which
+would hide a wrong tower in their mean.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 
 from async_opd.core.arrays import Float32
 from async_opd.core.errors import WeightSyncError, WrongWeights
+from async_opd.weight_sync.held_rows import judged_together
 from async_opd.weight_sync.layout import Reference, WeightMeta
 from async_opd.weight_sync.parameters import (
     PACKED,
@@ -148,27 +150,26 @@ class Freshness:
             return self._judged(meta, evidence)
 
     def _judged(self, meta: WeightMeta, evidence: Receivers) -> Verdict:
-        nats: dict[int, float] = {}
-        units: dict[int, float] = {}
+        found: dict[int, Distance] = {}
         if meta.reference is not None:
             meta.reference.refuse_not_finite()
-            nats = {index: _distance(meta.reference, one) for index, one in evidence.items()}
-            units = {index: _noise(meta.reference, one) for index, one in evidence.items()}
-        wrong = dict(self._far(nats, units))
+            found = {index: _distance(meta.reference, one) for index, one in evidence.items()}
+        nats = {index: one.nats for index, one in found.items()}
+        wrong = dict(self._far(found))
         sent = SentTensors(dict(zip(meta.names, meta.digests, strict=True)))
         for index, reason in self._altered(sent, evidence, nats, wrong):
             wrong.setdefault(index, reason)
         first = self._remember(sent, evidence, wrong)
         if nats and not wrong:
             self._owed, self._since = first, 0
-        limits = [self._limit * unit for unit in units.values()]
-        return Verdict(wrong, self._metrics(nats, limits))
+        return Verdict(wrong, self._metrics(found))
 
-    def _metrics(self, nats: Mapping[int, float], limits: Sequence[float]) -> dict[str, float]:
-        metrics = {f"sync/student/{index}/freshness_nats": found for index, found in nats.items()}
-        if nats:
-            metrics["sync/freshness_nats"] = max(nats.values())
-            metrics["sync/freshness_limit_nats"] = min(limits)
+    def _metrics(self, found: Mapping[int, Distance]) -> dict[str, float]:
+        metrics = {f"sync/student/{index}/freshness_nats": one.nats for index, one in found.items()}
+        if found:
+            farthest = max(found.values(), key=lambda one: one.ratio)
+            metrics["sync/freshness_nats"] = farthest.nats
+            metrics["sync/freshness_limit_nats"] = self._limit * farthest.unit
         metrics["sync/learned_parameters"] = float(len(self._learned.sources))
         return metrics
 
@@ -181,24 +182,21 @@ class Freshness:
             return FIRST_RATIO
         return min(FIRST_RATIO, max(MARGIN * self._ratio, 1.0))
 
-    def _far(
-        self, nats: Mapping[int, float], units: Mapping[int, float]
-    ) -> Iterator[tuple[int, WrongWeights]]:
+    def _far(self, found: Mapping[int, Distance]) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas whose log-probabilities differ by more than rounding explains.
 
         The first comparison measures the ratio of the nearest replica, which bounds the others and
         every later comparison.
         """
-        ratios = {index: nats[index] / units[index] for index in nats}
-        near = [ratio for ratio in ratios.values() if ratio <= self._limit]
+        near = [one.ratio for one in found.values() if one.ratio <= self._limit]
         if self._ratio is None and near:
             self._ratio = min(near)
-        for index, ratio in ratios.items():
-            if not ratio <= self._limit:  # also if it is not a number
+        for index, one in found.items():
+            if not one.ratio <= self._limit:  # also if it is not a number
                 cause = (
                     f"its log-probabilities of held rows differ from the trainer's by "
-                    f"{nats[index]:.3g} nats in the mean; rounding explains "
-                    f"{self._limit * units[index]:.3g}"
+                    f"{one.nats:.3g} nats in the mean{one.where}; rounding explains "
+                    f"{self._limit * one.unit:.3g}"
                 )
                 yield index, WrongWeights(f"student/{index}", cause, _LOADING)
 
@@ -287,23 +285,40 @@ def _few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _distance(reference: Reference, evidence: Evidence) -> float:
-    """Mean absolute difference of log-probabilities in nats; infinite if they are not finite."""
-    lengths = [len(one) for one in reference.logprobs]
-    if [len(one) for one in evidence.logprobs] != lengths:
-        return math.inf
-    own, its = np.concatenate(reference.logprobs), np.concatenate(evidence.logprobs)
-    if not np.isfinite(its).all():
-        return math.inf
-    return float(np.abs(own.astype(np.float64) - its).mean())
+@dataclass(frozen=True)
+class Distance:
+    """Mean absolute difference of log-probabilities in nats: ``math.inf`` if some are not finite.
+
+    ``unit`` is that which one rounding of each module's result makes; ``where`` tells of rows.
+    """
+
+    nats: float
+    unit: float
+    where: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The difference in multiples of one rounding's."""
+        return self.nats / self.unit
 
 
-def _noise(reference: Reference, evidence: Evidence) -> float:
-    """Mean difference in nats that one rounding of each module's result makes.
+def _distance(reference: Reference, evidence: Evidence) -> Distance:
+    """The largest, in multiples of one rounding's, of rows of text and of those with images.
 
     The coarser rounding of trainer and engine counts.
     """
-    return reference.noise * max(reference.rounding, evidence.rounding)
+    rounding = max(reference.rounding, evidence.rounding)
+    same = [*map(len, reference.logprobs)] == [*map(len, evidence.logprobs)]
+    found = []
+    for group, noise in zip(judged_together(reference.rows), reference.noise, strict=True):
+        nats = math.inf
+        if same:
+            own = np.concatenate([reference.logprobs[at] for at in group]).astype(np.float64)
+            its = np.concatenate([evidence.logprobs[at] for at in group])
+            nats = float(np.abs(own - its).mean()) if np.isfinite(its).all() else math.inf
+        where = " of the row with an image" if reference.rows[group[0]].media else ""
+        found.append(Distance(nats, noise * rounding, where))
+    return max(found, key=lambda one: one.ratio)
 
 
 def _places(evidence: Evidence) -> Iterator[tuple[Place, str]]:

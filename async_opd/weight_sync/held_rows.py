@@ -7,7 +7,7 @@ tokens lie evenly over the whole vocabulary, which the samples of a task do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ from async_opd.core.uid import Uid, rollout_uid
 
 LENGTHS = (2, 5, 13, 33, 75)
 """Tokens of the rows: 128 in all, of which 123 are predicted."""
+MOST_ROWS = len(LENGTHS) + 1
+"""Rows of a student that sees, of which one has an image; others have one row less."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 HELD = "held"
 """Data source and teacher of the rows, which have neither."""
@@ -53,6 +55,16 @@ class HeldRow:
         return Rollout.answer(
             rollout_uid(uid, 0), prompt, self.ids[-self.compared :].tolist(), "stop"
         )
+
+
+def judged_together(rows: Sequence[HeldRow]) -> list[list[int]]:
+    """Indices of the rows of text, then of those with images, if there are any.
+
+    Rounding moves the two by other amounts, and wrong weights of a tower only the second.
+    """
+    text = [index for index, row in enumerate(rows) if not row.media]
+    images = [index for index, row in enumerate(rows) if row.media]
+    return [indices for indices in (text, images) if indices]
 
 
 def held_rows(vocabulary: int, longest: int, without: Collection[int] = ()) -> tuple[HeldRow, ...]:

@@ -45,19 +45,20 @@ class Reference:
 
     ``logprobs`` are those of each row's compared tokens, float32, in nats. ``noise`` is their
     mean absolute change in nats if the result of every module has a relative error that is uniform
-    within ±1, extrapolated from smaller errors; ``rounding`` is the largest relative error of one
-    rounding of the dtype in which the trainer computed them; ``seconds``: what computing took.
+    within ±1, extrapolated from smaller errors, for each of ``judged_together``; ``rounding`` is
+    the largest relative error of one rounding of the dtype in which the trainer computed them;
+    ``seconds``: what computing took.
     """
 
     rows: tuple[HeldRow, ...]
     logprobs: tuple[Float32, ...]
-    noise: float
+    noise: tuple[float, ...]
     rounding: float
     seconds: float = 0.0
 
     def refuse_not_finite(self) -> None:
         """WeightSyncError unless all numbers are finite."""
-        if not math.isfinite(self.noise) or not all(map(_finite, self.logprobs)):
+        if not all(map(math.isfinite, self.noise)) or not all(map(_finite, self.logprobs)):
             cause = "the trainer's own log-probabilities of held rows are not finite"
             raise WeightSyncError("weight sync", cause, "its weights are broken: resume the run")
 

@@ -16,6 +16,7 @@ BOUND_S = 900
 
 @pytest.mark.engine
 @pytest.mark.long
+@pytest.mark.slow
 def test_engines_of_a_working_run_agree_within_rounding_and_take_an_update(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     prompts = [{"prompt": f"sort {493021 + 7 * at}=", "data_source": "sort"} for at in range(8)]

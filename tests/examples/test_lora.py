@@ -10,7 +10,7 @@ import torch
 from tests.cluster.test_run import ONE_TEACHER, Run, Running
 from tests.examples.test_quickstart_assets import QUICKSTART, accuracy
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lora.yaml"
 OF_ALL_WEIGHTS = {"reverse": 1.0, "sort": 0.988}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.test_run import Run, Running
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE, MAKE = EXAMPLES / "vision.yaml", EXAMPLES / "vision" / "make.py"

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "seats"),
     [
-        ({"max_num_seqs": 64}, 69),
+        ({"max_num_seqs": 64}, 70),
         ({"max_num_seqs": 1}, 1),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 66}, 66),
-        ({"max_num_seqs": 64, "max_num_batched_tokens": 8192}, 69),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8192}, 70),
     ],
 )
 def test_held_rows_have_seats_of_their_own_where_vllm_takes_so_many(

@@ -13,6 +13,7 @@ import pytest
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import WeightSyncError, WrongWeights
 from async_opd.core.reports import Progress
+from async_opd.core.row import Media
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.freshness import (
@@ -22,7 +23,7 @@ from async_opd.weight_sync.freshness import (
     Freshness,
     refuse_other_digests,
 )
-from async_opd.weight_sync.held_rows import LENGTHS, held_rows
+from async_opd.weight_sync.held_rows import LENGTHS, HeldRow, held_rows
 from async_opd.weight_sync.layout import Reference, Rendezvous, WeightMeta
 
 ROWS = held_rows(100, 128)
@@ -33,7 +34,7 @@ UNIT = 0.01
 def reference() -> Reference:
     """Of rows whose tokens all have a probability of 1/e."""
     logprobs = tuple(np.full(row.compared, -1.0, np.float32) for row in ROWS)
-    return Reference(ROWS, logprobs, noise=1.28, rounding=2.0**-24)
+    return Reference(ROWS, logprobs, noise=(1.28,), rounding=2.0**-24)
 
 
 META = WeightMeta(
@@ -92,13 +93,37 @@ def test_at_the_first_sync_the_nearest_replica_bounds_the_others() -> None:
 def test_the_bound_grows_with_the_noise_of_the_weights() -> None:
     freshness = Freshness(1)
     freshness.judge(META, {0: evidence(UNIT)})
-    noisier = replace(META, reference=replace(reference(), noise=12.8))
+    noisier = replace(META, reference=replace(reference(), noise=(12.8,)))
     assert freshness.judge(noisier, {0: evidence(30 * UNIT)}).wrong == {}
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_log_probabilities_that_are_no_numbers_mean_wrong_weights(broken: float) -> None:
     assert list(Freshness(1).judge(META, {0: evidence(broken)}).wrong) == [0]
+
+
+def seen(nats_of_text: float, nats_of_image: float) -> tuple[WeightMeta, Evidence]:
+    """Of a student that sees, whose last row has an image, and a tenth of the noise of text."""
+    media = (Media("00", 1, 1, 1),)
+    rows = (*ROWS, HeldRow(np.arange(4, dtype=np.int32), 3, media, b"0"))
+    own = tuple(np.full(row.compared, -1.0, np.float32) for row in rows)
+    moved = [nats_of_text] * len(ROWS) + [nats_of_image]
+    its = tuple((one - by).astype(np.float32) for one, by in zip(own, moved, strict=True))
+    made = Reference(rows, own, noise=(1.28, 0.128), rounding=2.0**-24)
+    return replace(META, reference=made), replace(evidence(), logprobs=its)
+
+
+def test_the_row_with_an_image_is_judged_apart_from_those_of_text() -> None:
+    meta, its = seen(0.0, 1.1 * FIRST_RATIO * UNIT / 10)
+    verdict = Freshness(1).judge(meta, {0: its})
+    assert "0.0352 nats in the mean of the row with an image" in str(verdict.wrong[0])
+
+
+def test_the_metrics_are_those_of_the_rows_that_are_farthest_apart() -> None:
+    meta, its = seen(UNIT, UNIT / 5)
+    metrics = Freshness(1).judge(meta, {0: its}).metrics
+    assert metrics["sync/freshness_nats"] == pytest.approx(UNIT / 5, rel=1e-3)
+    assert metrics["sync/freshness_limit_nats"] == pytest.approx(MARGIN * UNIT / 5, rel=1e-3)
 
 
 def test_rows_of_other_lengths_mean_wrong_weights() -> None:
@@ -108,7 +133,7 @@ def test_rows_of_other_lengths_mean_wrong_weights() -> None:
 
 
 def test_no_replica_is_blamed_for_a_broken_trainer() -> None:
-    broken = replace(reference(), noise=float("nan"))
+    broken = replace(reference(), noise=(float("nan"),))
     with pytest.raises(WeightSyncError, match="trainer's own log-probabilities"):
         Freshness(1).judge(replace(META, reference=broken), {0: evidence()})
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from async_opd.core.errors import RolloutFault
+from async_opd.core.row import Media
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
 from async_opd.core.uid import Uid
 from async_opd.media.cache import MediaCache
+from async_opd.waiting.race import gather_or_cancel
 from trainer.batcher import Batcher, TrainBatch
 from trainer.vision.images import Sight, of_rollout
 
@@ -37,20 +39,26 @@ async def shown_by(
     """Encoded bytes by SHA-256 of all images that the samples show, and what cannot be seen.
 
     That is the reason by the uid of each sample with an image that the queue does not hold, or
-    holds with other bytes. Raises StageTimeout, and what a fetch raises, as MediaCache.get.
+    holds with other bytes. All images are waited for at the same time: several that the queue lacks
+    take as long as one. Raises StageTimeout, and what a fetch raises, as MediaCache.get.
     """
     encoded: dict[str, bytes] = {}
-    unseen: dict[Uid, str] = {}
-    for sample in samples if media is not None else ():
-        images = of_rollout(sample.rollout)
-        if new := [one for one in images if one.sha256 not in encoded]:
-            try:
-                got = await media.get(new, sample.rollout.uid)  # type: ignore[union-attr]
-            except RolloutFault as fault:
-                unseen[sample.rollout.uid] = str(fault)
-                continue
-            encoded |= {one.sha256: each for one, each in zip(new, got, strict=True)}
-    return encoded, unseen
+    faults: dict[str, str] = {}
+    if media is None:
+        return {}, {}
+
+    async def fetch(image: Media, uid: Uid) -> None:
+        try:
+            (encoded[image.sha256],) = await media.get([image], uid)
+        except RolloutFault as fault:
+            faults[image.sha256] = fault.cause
+
+    shown = [
+        (sample.rollout.uid, image) for sample in samples for image in of_rollout(sample.rollout)
+    ]
+    first = {image.sha256: (image, uid) for uid, image in reversed(shown)}
+    await gather_or_cancel(*(fetch(image, uid) for image, uid in first.values()))
+    return encoded, {uid: faults[one.sha256] for uid, one in shown if one.sha256 in faults}
 
 
 async def take_seen(
