@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import resolve_device
 from async_opd.config.device_defaults import resolved
@@ -83,7 +84,7 @@ def checked(config: RunConfig, where: str) -> tuple[RunConfig, Inputs]:
 
     inputs = preflight(config, where)
     problems = naming_faults(config, where) + inputs.problems + user_loss_problems(config, where)
-    problems = problems or check_endpoints(config, where)
+    problems = problems or check_endpoints(config, where, shown_to_servers(config, inputs))
     if problems:
         raise ConfigError(problems)
     return with_steps(config, inputs.train), inputs

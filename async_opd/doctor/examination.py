@@ -7,9 +7,10 @@ cannot be examined because of them says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import gpu_count, resolve_device
 from async_opd.checks.torch_builds import KEY
@@ -18,6 +19,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
+from async_opd.core.samples import Prompt
 from async_opd.data.hub import with_cached_data
 from async_opd.doctor.devices import devices
 from async_opd.doctor.disk import disk
@@ -33,6 +35,8 @@ from async_opd.models.hub import named_models, naming_faults, with_cached
 from async_opd.models.model_files import ModelError, ModelFiles
 from async_opd.models.tokenizer import Text
 
+Servers = Callable[[RunConfig, str, Mapping[str, Prompt]], list[Problem]]
+"""Finds the problems of teachers' servers."""
 ORDER = (
     *("config", "environment", "devices", "models", "vocabulary", "templates", "data", "prompts"),
     *("lengths", "teachers", "memory", "network", "disk", "wandb", "engines"),
@@ -90,7 +94,7 @@ def examine(
     where: str,
     count: int,
     environment: Callable[[], Iterable[Finding]] = environment,
-    endpoints: Callable[[RunConfig, str], list[Problem]] | None = None,
+    endpoints: Servers | None = None,
 ) -> Examination:
     """Examines a config that could be loaded, on this machine. ``count``: prompts to show.
 
@@ -122,7 +126,7 @@ def examine(
     found.add("disk", lambda: disk(set_up))
     found.add("wandb", lambda: wandb_login(set_up))
     _read(set_up, inputs, count, found)
-    found.add("teachers", lambda: _servers(set_up, where, endpoints))
+    found.add("teachers", lambda: _servers(set_up, where, inputs, endpoints))
     _without_fault(config, found)
     found.sort()
     return found
@@ -167,7 +171,7 @@ def _files(config: RunConfig) -> dict[str, ModelFiles]:
 
 
 def _servers(
-    config: RunConfig, where: str, endpoints: Callable[[RunConfig, str], list[Problem]] | None
+    config: RunConfig, where: str, inputs: Inputs, endpoints: Servers | None
 ) -> Iterator[Finding]:
     """Whether the teachers' servers answer, serve the model, and have the student's tokens."""
     urls = {
@@ -179,7 +183,7 @@ def _servers(
         return
     from teachers.endpoint.check import check_endpoints
 
-    problems = (endpoints or check_endpoints)(config, where)
+    problems = (endpoints or check_endpoints)(config, where, shown_to_servers(config, inputs))
     yield from map(of_problem, problems)
     wrong = {problem.key for problem in problems}
     for name, own in urls.items():

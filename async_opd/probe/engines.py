@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import resolve_device
 from async_opd.config.device_defaults import resolved
@@ -182,7 +183,9 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
 
     config = fetched_data(localize(config, where), where)
     inputs = preflight(config, where)
-    problems = inputs.problems or check_endpoints(_with_top_k(config), where)
+    problems = inputs.problems or check_endpoints(
+        _with_top_k(config), where, shown_to_servers(config, inputs)
+    )
     if problems:
         raise ConfigError(problems)
     device, text = resolve_device(config), Text.of(config)

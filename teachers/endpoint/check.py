@@ -1,4 +1,4 @@
-"""Checks of teachers' servers: they answer, serve the model, and have the student's tokens.
+"""Checks of teachers' servers: they answer, serve the model, have the student's tokens, and see.
 
 ``check_endpoints`` runs before anything of a run starts. It checks all servers at the same time,
 each within ``health.timeout_s``.
@@ -7,6 +7,8 @@ each within ``health.timeout_s``.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -17,6 +19,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.errors import Problem, StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.uid import Uid, rollout_uid
+from async_opd.media.cache import MediaCache
 from async_opd.models.tokenizer import Text
 from async_opd.waiting.race import gather_or_cancel
 from teachers.endpoint.api import TokenId
@@ -28,14 +31,19 @@ REMEDY = "its first answer may take long, or it is busy: raise teachers.*.health
 TEXT = "The quick brown fox, 0123456789: (x² + 1) = «naïve» 你好!\n"
 
 
-def check_endpoints(config: RunConfig, where: str) -> list[Problem]:
-    """The first problem of each of the teachers' servers that has one."""
-    return asyncio.run(_check_all(config, where))
+def check_endpoints(
+    config: RunConfig, where: str, shown: Mapping[str, Prompt] = MappingProxyType({})
+) -> list[Problem]:
+    """The first problem of each of the teachers' servers that has one.
+
+    ``shown`` are prompts with images, by teacher, which its servers have to score.
+    """
+    return asyncio.run(_check_all(config, where, shown))
 
 
-async def _check_all(config: RunConfig, where: str) -> list[Problem]:
+async def _check_all(config: RunConfig, where: str, shown: Mapping[str, Prompt]) -> list[Problem]:
     checks = [
-        _check(config, teacher, name, url)
+        _check(config, teacher, name, url, shown.get(name))
         for name, teacher in config.teachers.items()
         if isinstance(teacher, EndpointTeacher)
         for url in teacher.urls
@@ -45,13 +53,16 @@ async def _check_all(config: RunConfig, where: str) -> list[Problem]:
 
 
 async def _check(
-    config: RunConfig, teacher: EndpointTeacher, name: str, url: str
+    config: RunConfig, teacher: EndpointTeacher, name: str, url: str, shown: Prompt | None
 ) -> StageError | None:
-    replica = EndpointReplica(endpoint_spec(config, teacher, name, url))
+    async def encoded(hashes: Sequence[str]) -> Mapping[str, bytes]:
+        return {} if shown is None else shown.encoded
+
+    replica = EndpointReplica(endpoint_spec(config, teacher, name, url), MediaCache(encoded, 0))
     timeout_s = teacher.health.timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            fault = await _fault(replica, config, teacher)
+            fault = await _fault(replica, config, teacher, shown)
     except TimeoutError:
         return StageError(name, f"{url} did not answer in {timeout_s:g} s", REMEDY)
     except StageError as error:
@@ -62,7 +73,7 @@ async def _check(
 
 
 async def _fault(
-    replica: EndpointReplica, config: RunConfig, teacher: EndpointTeacher
+    replica: EndpointReplica, config: RunConfig, teacher: EndpointTeacher, shown: Prompt | None
 ) -> tuple[str, str] | None:
     """The first problem and its remedy: later checks depend on earlier ones.
 
@@ -82,6 +93,10 @@ async def _fault(
     if await _tokens(replica, teacher.served_model) not in (ids, None):
         return "has another tokenizer than the student", "teachers need the student's tokenizer"
     await replica.score(Batch.pack([_rollout([*ids, text.size - 1])]))
+    if shown is not None:
+        response = ids[: config.rollout.max_tokens]
+        rollout = Rollout.answer(rollout_uid(shown.uid, 0), shown, response, "stop")
+        await replica.score(Batch.pack([rollout]))
     return None
 
 

@@ -168,7 +168,7 @@ def test_a_server_is_asked_for_no_more_tokens_than_the_run_or_its_default(
 ) -> None:
     checked: list[RunConfig] = []
 
-    def nothing_wrong(config: RunConfig, where: str) -> list[Problem]:
+    def nothing_wrong(config: RunConfig, where: str, shown: Any) -> list[Problem]:
         checked.append(config)
         return []
 

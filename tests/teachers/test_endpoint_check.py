@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,13 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.preflight import Inputs
 from async_opd.config.load import load_config
 from async_opd.core.errors import Problem
+from async_opd.core.row import Media, Row
 from async_opd.models.tokenizer import Text
 from teachers.endpoint.check import check_endpoints
+from tests.data.pictures import picture
 from tests.teachers.test_endpoint import entry, vllm_answer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -32,6 +39,8 @@ class Server:
     tokenizes: bool = True
     hangs: bool = False
     most_logprobs: int = 20
+    scales_out: bool = True
+    sent: list[Any] = field(default_factory=list)
 
     async def health(self, request: web.Request) -> web.Response:
         if self.hangs:
@@ -55,6 +64,17 @@ class Server:
         rows = [{str(token): entry(-9)} | best for token in body["prompt"]]
         return web.Response(body=vllm_answer([None, *rows[1:]]))
 
+    async def generate(self, request: web.Request) -> web.Response:
+        """Answers behind one image, for which it computes four tokens."""
+        if not self.scales_out:
+            return web.Response(status=404)
+        body = await request.json()
+        self.sent.append(body["content_parts"])
+        best = {str(i): entry(-1.0 - i) for i in range(body["sampling_params"]["prompt_logprobs"])}
+        rows = [{str(token): entry(-9)} | best for token in body["token_ids"]]
+        answer = {"choices": [{"token_ids": [1]}], "prompt_logprobs": [None] * 3 + rows}
+        return web.json_response(answer)
+
 
 @asynccontextmanager
 async def running(server: Server) -> AsyncIterator[str]:
@@ -63,6 +83,7 @@ async def running(server: Server) -> AsyncIterator[str]:
     app.router.add_get("/v1/models", server.models)
     app.router.add_post("/tokenize", server.tokenize)
     app.router.add_post("/v1/completions", server.complete)
+    app.router.add_post("/inference/v1/generate", server.generate)
     async with TestServer(app) as http:
         yield str(http.make_url("")).rstrip("/")
 
@@ -117,3 +138,62 @@ def test_a_server_that_is_not_there_is_refused() -> None:
     config = load_config(EXAMPLE, [f"teachers.sort={json.dumps(teacher)}"])
     (problem,) = check_endpoints(config, "c.yaml")
     assert "127.0.0.1:9/health cannot be reached" in problem.message
+
+
+# ── servers of a teacher that sees ─────────────────────────────────────────────────────────────
+
+VISION = EXAMPLE.with_name("vision.yaml")
+SEEN = picture(96, 64)
+
+
+def row(at: int, source: str, encoded: bytes | None = None) -> Row:
+    """A row of that data source, with this image if there is one."""
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1"}]}]
+    if encoded is None:
+        return Row(f"0:{at}", source, messages, None, {})
+    media = Media(hashlib.sha256(encoded).hexdigest(), len(encoded), 96, 64)
+    messages[0]["content"].append({"type": "image", "image": media.sha256})
+    images: Any = {"images": (media,), "encoded": {media.sha256: encoded}}
+    return Row(f"0:{at}", source, messages, None, {}, **images)
+
+
+async def found_by_rows(server: Server, *rows: Row) -> list[Problem]:
+    async with running(server) as url:
+        teacher = {
+            "kind": "endpoint",
+            "urls": [url],
+            "served_model": "sorter",
+            "sources": ["count"],
+        }
+        others = {"kind": "vllm", "model": "/none", "sources": ["larger", "digit", "sort"]}
+        both = json.dumps({"sees": teacher, "other": others})
+        config = load_config(VISION, [f"teachers={both}"])
+        shown = shown_to_servers(config, Inputs(eval=[rows]))
+        return await asyncio.to_thread(check_endpoints, config, "c.yaml", shown)
+
+
+@pytest.fixture
+def seeing() -> Server:
+    """A server with the tokens of the student that sees."""
+    pytest.importorskip("torchvision")
+    return Server(tokenizes=False)
+
+
+async def test_a_server_is_sent_the_first_image_of_its_teachers_rows(seeing: Server) -> None:
+    rows = [row(0, "larger", picture()), row(1, "count", SEEN), row(2, "count", picture())]
+    assert await found_by_rows(seeing, *rows) == []
+    (parts,) = seeing.sent
+    (part,) = parts
+    assert base64.b64decode(part["url"].partition(",")[2]) == SEEN
+
+
+async def test_a_server_that_takes_no_images_is_refused_before_the_start(seeing: Server) -> None:
+    seeing.scales_out = False
+    (problem,) = await found_by_rows(seeing, row(0, "count", SEEN))
+    assert "/inference/v1/generate answered 404" in problem.message
+    assert "--enable-scale-out" in problem.remedy
+
+
+async def test_a_server_whose_teacher_gets_text_is_sent_no_image(seeing: Server) -> None:
+    seeing.scales_out = False
+    assert await found_by_rows(seeing, row(0, "larger", SEEN), row(1, "count")) == []
