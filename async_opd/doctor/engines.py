@@ -21,6 +21,7 @@ from async_opd.accounting.images import kept
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import resolve_device
 from async_opd.config.device_defaults import resolved
+from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from async_opd.weight_sync.layout import WeightMeta
 
 TOPIC = "engines"
-ITSELF = "student"
-"""The name of the teacher that is the student itself."""
 PROMPTS, RESPONSE_TOKENS = 32, 64
 BOUND = "four times the rounding that the first weight sync measured"
 IMAGE_MASS = "; or tokens that stand for images have that mass: no rollout engine samples them"
@@ -182,12 +181,7 @@ async def _scored_by_itself(
     bound: float,
 ) -> list[Finding]:
     """The floor: the student in a scoring engine against the rollout engine and the trainer."""
-    settings = next(
-        (one.engine for one in config.teachers.values() if not isinstance(one, EndpointTeacher)),
-        config.rollout.engine,
-    )
-    itself = SelfTeacher(kind="self", sources=[ITSELF], engine=settings)
-    alone = config.model_copy(update={"teachers": {ITSELF: itself}})
+    alone = with_itself_as_teacher(config, {one.data_source for one in prompts if one.media})
     reference = measured.meta.reference
     held = [] if reference is None else [row.rollout() for row in reference.rows]
     shown = [*prompts, *(one.prompt for one in held)]
@@ -227,7 +221,7 @@ async def _of_teacher(
     bound: float,
 ) -> list[Finding]:
     """How far a teacher's replicas are apart, and a served one from weights on this machine."""
-    teacher, own = config.teachers[name], _alone(config, name)
+    teacher, own = config.teachers[name], with_one_teacher(config, name)
     model = teacher.model if isinstance(teacher, EndpointTeacher) else None
     try:
         scores = await _scores(own, name, device, eos_ids, prompts, responses)
@@ -263,13 +257,6 @@ def _apart(name: str, who: str, found: Agreement, signal: float, bound: float) -
         return Finding(TOPIC, "ok", message)
     remedy = "give all of them the same weights, dtype, quantization and version of the server"
     return Finding(TOPIC, "warning", f"{message}; bound {bound:.2g}", remedy)
-
-
-def _alone(config: RunConfig, name: str) -> RunConfig:
-    """The config with one teacher, on GPUs of its own: no other pool is there."""
-    teacher = config.teachers[name]
-    own = {} if isinstance(teacher, EndpointTeacher) else {"placement": "dedicated", "with_": None}
-    return config.model_copy(update={"teachers": {name: teacher.model_copy(update=own)}})
 
 
 async def _scores(

@@ -19,9 +19,10 @@ from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import resolve_device
 from async_opd.config.device_defaults import resolved
+from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
-from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.batch import Batch
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
@@ -41,8 +42,6 @@ from teachers.endpoint.check import check_endpoints
 
 TOP_K, SERVED_TOP_K = 64, 20
 """Tokens at each position; where a teacher is a server, those of the loss, or what vLLM's sends."""
-ITSELF = "student"
-"""The name of the teacher that is the student itself."""
 STALL = "raise timeouts.stall_s, or ask fewer prompts"
 Notify = Callable[[str], None]
 
@@ -80,8 +79,8 @@ async def measure(
     notify("starting the student")
     answers = await _of_student(config, sources, device, eos_ids, notify)
     alone = _with_top_k(config)
-    itself = SelfTeacher(kind="self", sources=[ITSELF], engine=_scoring_engine(config))
-    by_itself = alone.model_copy(update={"teachers": {ITSELF: itself}})
+    seen = {p.data_source for one in sources for p in one.asked.prompts if p.media}
+    by_itself = with_itself_as_teacher(alone, seen)
 
     async def score_all(model: Model) -> list[list[Sample]]:
         return [await scored(model, one.rollouts) for one in answers]
@@ -100,7 +99,7 @@ async def measure(
 
         notify(f"starting teacher {name}")
         shown = [prompt for one in sources if one.teacher == name for prompt in one.asked.prompts]
-        await _with_teacher(_with_one_teacher(alone, name), name, device, eos_ids, shown, ask)
+        await _with_teacher(with_one_teacher(alone, name), name, device, eos_ids, shown, ask)
     return [found[one.source] for one in sources]
 
 
@@ -158,20 +157,6 @@ def _with_top_k(config: RunConfig) -> RunConfig:
     most = scored_top_k(config.loss) or SERVED_TOP_K if served else TOP_K
     loss = ForwardKLConfig(top_k=min(most, rows or most))
     return config.model_copy(update={"loss": loss})
-
-
-def _with_one_teacher(config: RunConfig, name: str) -> RunConfig:
-    """The config with one teacher, on GPUs of its own: no other pool is there."""
-    teacher = config.teachers[name]
-    own = {} if isinstance(teacher, EndpointTeacher) else {"placement": "dedicated", "with_": None}
-    return config.model_copy(update={"teachers": {name: teacher.model_copy(update=own)}})
-
-
-def _scoring_engine(config: RunConfig) -> Any:
-    """The settings of the first teacher that has an engine, so that the student is scored alike."""
-    teachers = config.teachers.values()
-    engines = (one.engine for one in teachers if not isinstance(one, EndpointTeacher))
-    return next(engines, config.rollout.engine)
 
 
 def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> list[Measured]:

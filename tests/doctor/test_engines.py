@@ -14,6 +14,7 @@ import pytest
 
 from async_opd.cli import main
 from async_opd.cluster import launch
+from async_opd.config.lone_teacher import ITSELF
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import EngineStartError
@@ -24,7 +25,7 @@ from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.doctor.agreement import Agreement
-from async_opd.doctor.engines import IMAGE_MASS, ITSELF, _apart, _floor, examine_engines
+from async_opd.doctor.engines import IMAGE_MASS, _apart, _floor, examine_engines
 from async_opd.doctor.finding import Finding
 from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Reference, WeightMeta

@@ -16,6 +16,7 @@ import pytest
 from async_opd.cli import main
 from async_opd.cluster import launch
 from async_opd.config.load import load_config
+from async_opd.config.lone_teacher import ITSELF
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import EngineStartError, Problem, StageError
@@ -25,7 +26,6 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.models.tokenizer import Text
 from async_opd.probe import engines
-from async_opd.probe.engines import ITSELF
 from tests.checks.inputs import EXAMPLE, FEW
 from tests.doctor.test_templates import PLAIN, with_template
 

@@ -1,0 +1,49 @@
+"""Configs of a single teacher: on GPUs of its own, or the student in a teacher's engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from async_opd.config.load import load_config
+from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
+from async_opd.config.run_config import RunConfig
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vision.yaml"
+READS = "reads: {model: /no, sources: [sort], engine: {max_model_len: 64}%s}"
+SEES = "sees: {model: /no, sources: [count], engine: {max_model_len: 512}}"
+SERVED = "sees: {kind: endpoint, urls: ['http://h'], served_model: m, sources: [count]}"
+
+
+def config(*teachers: str) -> RunConfig:
+    return load_config(EXAMPLE, [f"teachers={{{', '.join(teachers)}}}"])
+
+
+def longest(made: RunConfig) -> object:
+    """``max_model_len`` of the engine in which the student is the teacher."""
+    assert list(made.teachers) == [ITSELF]
+    return made.teachers[ITSELF].engine.max_model_len  # type: ignore[union-attr]
+
+
+def test_the_student_is_scored_in_an_engine_like_the_first_teachers() -> None:
+    assert longest(with_itself_as_teacher(config(READS % "", SEES))) == 64
+
+
+def test_the_student_is_scored_in_the_engine_of_a_teacher_whose_prompts_have_images() -> None:
+    assert longest(with_itself_as_teacher(config(READS % "", SEES), {"count"})) == 512
+
+
+def test_teachers_on_servers_have_no_engine_to_be_like() -> None:
+    assert longest(with_itself_as_teacher(config(SERVED, READS % ""), {"count"})) == 64
+
+
+def test_with_servers_only_the_engine_is_like_the_rollouts() -> None:
+    made = with_itself_as_teacher(config(SERVED))
+    teacher = made.teachers[ITSELF]
+    assert teacher.engine == made.rollout.engine  # type: ignore[union-attr]
+
+
+def test_one_teacher_alone_shares_no_gpu() -> None:
+    shared = ", placement: colocated, with: rollout"
+    made = with_one_teacher(config(READS % shared, SEES), "reads")
+    (teacher,) = made.teachers.values()
+    assert (list(made.teachers), teacher.host) == (["reads"], None)
