@@ -66,10 +66,10 @@ def check(config: RunConfig, where: str, redacted: Redactor) -> tuple[RunConfig,
     for note in inputs.notes:
         print(indented(redacted(f"note: {note}")))
     print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
-    shown = [row.images for rows in inputs.checked for row in rows if row.images]
-    if shown:
-        nbytes = [sum(one.nbytes for one in images) for images in shown]
-        print(escaped(images_in_words(config, nbytes)))
+    pictured = [row for rows in inputs.checked for row in rows if row.images]
+    asked = [(config.teacher_of(row.data_source), row.images) for row in pictured]
+    if shown := [(name, sum(one.nbytes for one in images)) for name, images in asked if name]:
+        print(escaped(images_in_words(config, shown)))
     training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
     print(f"{training} training prompts, {evaluation} evaluation prompts")
     return complete, inputs

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ScoreKind, score_kind, scored_top_k
-from async_opd.config.sections.teachers import EngineTeacher
+from async_opd.config.sections.teachers import EndpointTeacher, EngineTeacher
 from async_opd.core.batch import MESSAGE_BYTES, cut
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec
@@ -148,21 +148,24 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
     return Traffic(rollout, sample, batch * rollout, batch * sample, queue)
 
 
-def image_copies(config: RunConfig, teacher_replicas: int) -> float:
+def image_copies(config: RunConfig, teacher: str) -> float:
     """How often a prompt's images cross a process border for each of its samples, at most.
 
     To the queue, to one replica of the student, and to those replicas of its teacher and those
-    ranks that get any of its ``rollout.n`` rollouts.
+    ranks that get any of its ``rollout.n`` rollouts, as long as their caches hold them. A server
+    gets them with every request, in base64: 4 bytes of 3.
     """
     n, ranks = config.rollout.n, config.train.ranks // config.train.context_parallel
-    return (2 + min(n, teacher_replicas) + min(n, ranks)) / n
+    scores = config.teachers[teacher]
+    sent = 4 / 3 if isinstance(scores, EndpointTeacher) else 0.0
+    return (2 + min(n, scores.replicas) + min(n, ranks)) / n + sent
 
 
-def images_in_words(config: RunConfig, nbytes: Sequence[int]) -> str:
-    """What images of prompts move and hold; ``nbytes`` of each prompt that has some."""
+def images_in_words(config: RunConfig, shown: Sequence[tuple[str, int]]) -> str:
+    """What images of prompts move and hold: ``shown`` are teacher and bytes of each of these."""
+    nbytes = [each for _, each in shown]
     mean, most = sum(nbytes) / len(nbytes), max(nbytes)
-    replicas = max((one.replicas for one in config.teachers.values()), default=0)
-    copies = image_copies(config, replicas)
+    copies = max(image_copies(config, teacher) for teacher in {name for name, _ in shown})
     return (
         f"images: {in_mib(round(mean))} a prompt that has some, {in_mib(most)} at most; for each "
         f"sample they cross process borders {copies:.2g} times at most, and the queue holds those "

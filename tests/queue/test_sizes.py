@@ -204,6 +204,9 @@ def test_the_disk_space_of_kept_steps_is_told_with_what_its_bound_cuts() -> None
     assert "checkpoint 32.0 GiB, which log.replay_gib cuts from 64.0 GiB" in words
 
 
+SERVERS = "teachers.sort={kind: endpoint, urls: ['http://a', 'http://b'], served_model: m}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "copies"),
     [
@@ -211,16 +214,17 @@ def test_the_disk_space_of_kept_steps_is_told_with_what_its_bound_cuts() -> None
         (["rollout.n=8"], 4 / 8),
         (["rollout.n=8", "train.ranks=4", "train.context_parallel=2"], 5 / 8),
         (["rollout.n=2", "train.ranks=8"], 5 / 2),
+        (["rollout.n=8", SERVERS], 5 / 8 + 4 / 3),
     ],
 )
 def test_an_image_goes_once_to_the_queue_a_student_its_teacher_and_each_rank(
     overrides: list[str], copies: float
 ) -> None:
-    assert image_copies(config(*overrides), 1) == pytest.approx(copies)
+    assert image_copies(config(*overrides), "sort") == pytest.approx(copies)
 
 
 def test_the_bytes_of_images_are_those_of_prompts_that_have_some() -> None:
-    said = images_in_words(config("rollout.n=8"), [1 << 20, 3 << 20])
+    said = images_in_words(config("rollout.n=8"), [("sort", 1 << 20), ("sort", 3 << 20)])
     assert "images: 2.0 MiB a prompt that has some, 3.0 MiB at most" in said
     assert "0.5 times at most" in said
     assert "up to 4.0 GiB" in said
