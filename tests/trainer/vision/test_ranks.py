@@ -12,10 +12,12 @@ import torch
 from async_opd.config.sections.train import LoraConfig
 from tests.trainer.processes import spread
 from tests.trainer.vision.seeing import gradients, rank_of, seen, student_of
-from tests.vision_models import FAMILIES
+from tests.vision_models import FAMILIES, SIZE
 from trainer.batches.micro_batches import MicroBatch
+from trainer.rank import Rank
 from trainer.student.adapters import add_adapters
 from trainer.student.named_weights import named_weights
+from trainer.vision.held import rows_to_hold
 from trainer.vision.parts import freeze
 
 pytest.importorskip("torchvision")
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 SHOWN = [[[0, 1], []], [[], []], [[], [], []], [[], [2]]]
 """Images of the samples of four micro-batches; rank 0 has the first two."""
+LONGEST = 700
 CASES: dict[str, dict[str, Any]] = {
     "trained": {},
     "frozen": {"freeze": ["vision_tower", "projector"]},
@@ -54,7 +57,7 @@ def made(family: str, case: dict[str, Any]) -> Any:
 
 
 def of_rank(family: str, rank: int) -> list[dict[str, torch.Tensor]]:
-    """Of each case the whole gradients."""
+    """Of each case the whole gradients; then whole weights and the held row with an image."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, found = init_device_mesh("cpu", (2,)), []
@@ -65,7 +68,15 @@ def of_rank(family: str, rank: int) -> list[dict[str, torch.Tensor]]:
         one.backward(micro_batches(family)[2 * rank : 2 * rank + 2])
         found.append({name: grad.full_tensor() for name, grad in gradients(model).items()})
     found.append(dict(named_weights(model, torch.float32)))
+    found.append({"held": held_logprobs(one)})
     return found
+
+
+def held_logprobs(rank: Rank) -> torch.Tensor:
+    """Of the held row with an image; of several ranks a collective."""
+    rows = rows_to_hold(SIZE, LONGEST, rank.sight)
+    assert rows[-1].media
+    return torch.from_numpy(rank.reference(rows).logprobs[-1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,4 +94,7 @@ def test_ranks_without_an_image_stay_in_step_with_those_that_have_one(
             one, other = (torch.cat([g[n].flatten() for n in expected]) for g in (found, expected))
             assert (one - other).norm() < 1e-4 * other.norm()
     weights = dict(named_weights(alone, torch.float32))
-    assert weights.keys() == first[-1].keys()
+    assert weights.keys() == first[-2].keys()
+    held = held_logprobs(rank_of(alone, family))
+    for found in (first[-1], second[-1]):
+        assert torch.allclose(found["held"], held, atol=1e-5)
