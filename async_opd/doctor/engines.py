@@ -160,7 +160,7 @@ def _synced(measured: Measured) -> Iterator[Finding]:
         found, bound = metrics["sync/freshness_nats"], metrics["sync/freshness_limit_nats"]
         message = (
             f"{what}, rollout engines against trainer: mean |Δ| {found:.2g} nats on held rows, "
-            f"bound {bound:.2g} ({BOUND}); {replicas} replicas have the trainer's weights"
+            f"bound {bound:.2g} ({BOUND}); replicas with the trainer's weights: {replicas}"
         )
         fresh = found <= bound and not metrics.get("sync/wrong_weights")
         yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
