@@ -95,7 +95,7 @@ def refuse_other_frozen(model: Any, stamp: Stamp) -> None:
     if stamp.frozen and stamp.frozen != frozen_digest(model):
         raise CheckpointError(
             TRAINER,
-            "the checkpoint's adapters were trained on frozen weights of another model, of the "
+            "what the checkpoint has was trained beside frozen weights of another model, of the "
             "same shapes",
             "resume with the files that student.model had when the run began",
         )
