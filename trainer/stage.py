@@ -39,7 +39,7 @@ from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.hand_out import HandOut
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, retrieve_exception, run_with_ranks
-from trainer.vision.fetching import shown_by, take_seen
+from trainer.vision.fetching import refuse_unseen, shown_by, take_seen
 from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -233,7 +233,8 @@ class TrainerStage:
         async with self._gate, self._gpus, self._weights:
             self._pending_tokens = sum(sample.rollout.tokens for sample in samples)
             with self._activity.busy():
-                images, _ = await shown_by(samples, self._media)
+                images, unseen = await shown_by(samples, self._media)
+                refuse_unseen(unseen)
                 found = await self._compute(self._learner.supervise, samples, rate, images)
         self._tokens += self._pending_tokens
         return found

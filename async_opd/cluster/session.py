@@ -29,6 +29,10 @@ from async_opd.processes.reaper import ProcessReaper, process_reaper
 
 MESSAGES = "ray_messages.log"
 """In the run directory: what Ray says to its driver."""
+STARTS = 3
+"""How often a local cluster is started at most."""
+TOO_SLOW = "timed out during startup"
+"""What Ray's error says where its processes were too slow: it has no class of its own."""
 STREAM_S = 2.0
 """Seconds between two looks at what workers have written."""
 
@@ -46,13 +50,9 @@ async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     private_compile_cache()
-    address = config.cluster.address or "local"
     with ExitStack() as stack:
-        folder = stack.enter_context(ray_folder()) if address == "local" else None
-        ours = stack.enter_context(process_reaper(folder.path)) if folder else None
         stack.enter_context(environment({SAFE_PATH: "1"}))
-        async with _logs_kept(config, folder):
-            await _start(config, address, folder)
+        folder, ours = await _started(config, stack)
         try:
             async with _logs_kept(config, folder, of_workers=True):
                 yield ours
@@ -63,6 +63,41 @@ async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
             except TimeoutError:  # a joined cluster ends the processes of a run itself
                 if ours is not None:
                     await asyncio.to_thread(ours.kill_all)
+
+
+async def _started(
+    config: RunConfig, stack: ExitStack
+) -> tuple[RayFolder | None, ProcessReaper | None]:
+    """Starts or joins the cluster; ``stack`` gets what has to be left at its end.
+
+    A local cluster that is too slow is started anew: its processes wait 15 s for each other, which
+    no setting changes (ray-project/ray issue 65983), and are faster once their files were read.
+    """
+    address = config.cluster.address or "local"
+    if address != "local":
+        async with _logs_kept(config, None):
+            await _start(config, address, None)
+        return None, None
+    for left in reversed(range(STARTS)):
+        with ExitStack() as attempt:
+            folder = attempt.enter_context(ray_folder())
+            ours = attempt.enter_context(process_reaper(folder.path))
+            try:
+                async with _logs_kept(config, folder):
+                    await _start(config, address, folder)
+            except _TooSlow as error:
+                await asyncio.to_thread(ours.kill_all)
+                if not left:
+                    raise
+                write_stderr(indented(f"Ray is started again: {error.cause}"))
+            else:
+                stack.push(attempt.pop_all())
+                return folder, ours
+    raise AssertionError("the last attempt has raised")
+
+
+class _TooSlow(StageError):
+    """Ray's processes have not started in the time that they give each other."""
 
 
 @asynccontextmanager
@@ -149,7 +184,12 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
                     _temp_dir=str(folder.session) if folder else None,
                 )
             )
-    except (ConnectionError, RuntimeError, TimeoutError) as error:
+    except Exception as error:
+        if TOO_SLOW in str(error):
+            cause = f"Ray's processes did not start in time: {error}"
+            raise _TooSlow("cluster", cause, "is the machine overloaded? See ray_logs/") from error
+        if not isinstance(error, (ConnectionError, RuntimeError, TimeoutError)):
+            raise
         raise StageError(
             "cluster",
             f"no Ray cluster at {address!r}: {type(error).__name__}: {error}",

@@ -44,6 +44,7 @@ from async_opd.models.model_files import is_hub_id, sees
 from async_opd.models.tokenizer import Text
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.weight_sync.held_rows import Kind, by_kind
 
 if TYPE_CHECKING:
     from async_opd.cluster.launch import LaunchedStages
@@ -52,6 +53,15 @@ if TYPE_CHECKING:
 TOPIC = "engines"
 PROMPTS, RESPONSE_TOKENS = 32, 64
 BOUND = "four times the rounding that the first weight sync measured"
+FRESHNESS: dict[Kind, tuple[str, str, str]] = {
+    "text": ("held rows", "sync/freshness_nats", "sync/freshness_limit_nats"),
+    "image": (
+        "the held row with an image",
+        "sync/freshness_image_nats",
+        "sync/freshness_image_limit_nats",
+    ),
+}
+"""Held rows of each kind, and the metrics of their distance and of its bound."""
 IMAGE_MASS = "; or tokens that stand for images have that mass: no rollout engine samples them"
 DTYPES = "give rollout.engine and teachers.*.engine the same dtype and head_dtype as the trainer"
 
@@ -89,7 +99,7 @@ async def examine_engines(
     except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the pools of the run", error)]
     found = [*_synced(measured)]
-    bound = measured.first.get("sync/freshness_limit_nats", 0.0)
+    bound = max(_bound_of(measured.first, kind) for kind in FRESHNESS)
     notify("starting a scoring engine with the student's weights")
     found += await _scored_by_itself(quick, device, eos_ids, prompts, measured, bound)
     for name in config.teachers:
@@ -149,6 +159,11 @@ async def _measure(
     return Measured(responses, meta, first.metrics, update.metrics)
 
 
+def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
+    """The largest distance in nats that rounding explains; 0 if no such rows were compared."""
+    return metrics.get(FRESHNESS[kind][2], 0.0)
+
+
 def _synced(measured: Measured) -> Iterator[Finding]:
     """What the two syncs proved: trainer and rollout engines on held rows; one update."""
     for what, metrics in (("first weights", measured.first), ("one update", measured.update)):
@@ -157,13 +172,16 @@ def _synced(measured: Measured) -> Iterator[Finding]:
             message = f"{what}: the trainer and the rollout engines were not compared"
             yield Finding(TOPIC, "warning", message, "set sync.verify_every")
             continue
-        found, bound = metrics["sync/freshness_nats"], metrics["sync/freshness_limit_nats"]
-        message = (
-            f"{what}, rollout engines against trainer: mean |Δ| {found:.2g} nats on held rows, "
-            f"bound {bound:.2g} ({BOUND}); replicas with the trainer's weights: {replicas}"
-        )
-        fresh = found <= bound and not metrics.get("sync/wrong_weights")
-        yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
+        for rows, key, limit in FRESHNESS.values():
+            if key not in metrics:
+                continue
+            found, bound = metrics[key], metrics[limit]
+            message = (
+                f"{what}, rollout engines against trainer: mean |Δ| {found:.2g} nats on {rows}, "
+                f"bound {bound:.2g} ({BOUND}); replicas with the trainer's weights: {replicas}"
+            )
+            fresh = found <= bound and not metrics.get("sync/wrong_weights")
+            yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
 
 
 def _may_score(config: RunConfig, name: str, rollout: Rollout) -> bool:
@@ -195,8 +213,11 @@ async def _scored_by_itself(
     what = "its responses, rollout engine against scoring engine"
     lines = [_floor(what, answered, bound, IMAGE_MASS if sees(config.student.model) else "")]
     if reference is not None:
-        rows = Agreement.of(list(reference.logprobs), scores[count:])
-        lines.append(_floor("held rows, trainer against scoring engine", rows, bound))
+        for kind, indices in by_kind(reference.rows).items():
+            pairs = [(reference.logprobs[at], scores[count + at]) for at in indices]
+            rows = Agreement.of(*map(list, zip(*pairs, strict=True)))
+            what = f"{FRESHNESS[kind][0]}, trainer against scoring engine"
+            lines.append(_floor(what, rows, _bound_of(measured.first, kind)))
     return lines
 
 

@@ -15,25 +15,21 @@ parameters  see one wrong bit of those that are sent tensors, or some joined (wh
             that other matrices change when what is sent does, from the second comparison on
 
 The rows (``async_opd.weight_sync.held_rows``) are fixed. Of a student that sees one has an image,
-which the trainer's tower computes, and the engine's; it is judged apart from those of text, which
-would hide a wrong tower in their mean.
+which the trainer's tower computes, and the engine's (``async_opd.weight_sync.row_distances``).
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from async_opd.core.arrays import Float32
 from async_opd.core.errors import WeightSyncError, WrongWeights
-from async_opd.weight_sync.held_rows import judged_together
-from async_opd.weight_sync.layout import Reference, WeightMeta
+from async_opd.weight_sync.held_rows import Kind
+from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.parameters import (
     PACKED,
     LearnedParameters,
@@ -42,14 +38,9 @@ from async_opd.weight_sync.parameters import (
     UnlearnedMatrices,
     own_names,
 )
+from async_opd.weight_sync.row_distances import Distances, RowLimits, distances
 
-FIRST_RATIO = 32.0
-"""Largest mean difference at a first sync, in multiples of the noise that one rounding of each
-module's result makes. `python -m benchmarks.freshness` finds 1.2 of them with bfloat16 engines and
-4 with float32 ones, whose sums are rounded too; the first sync measures how many a run has."""
-MARGIN = 4.0
-"""Largest mean difference of later syncs, in multiples of that of the first one."""
-
+ROWS: dict[Kind, str] = {"text": "held rows", "image": "the held row with an image"}
 Receivers = Mapping[int, "Evidence"]
 
 
@@ -106,7 +97,7 @@ class Freshness:
     _names: tuple[str, ...] = ()
     _since: int = 0
     _owed: bool = True
-    _ratio: float | None = None
+    _limits: RowLimits = field(default_factory=RowLimits)
     _learned: LearnedParameters = field(default_factory=LearnedParameters)
     _unlearned: UnlearnedMatrices = field(default_factory=UnlearnedMatrices)
     _had: dict[int, frozenset[Place]] = field(default_factory=dict)
@@ -150,55 +141,56 @@ class Freshness:
             return self._judged(meta, evidence)
 
     def _judged(self, meta: WeightMeta, evidence: Receivers) -> Verdict:
-        found: dict[int, Distance] = {}
+        found: dict[int, Distances] = {}
         if meta.reference is not None:
             meta.reference.refuse_not_finite()
-            found = {index: _distance(meta.reference, one) for index, one in evidence.items()}
-        nats = {index: one.nats for index, one in found.items()}
+            found = {
+                index: distances(meta.reference, one.logprobs, one.rounding)
+                for index, one in evidence.items()
+            }
         wrong = dict(self._far(found))
+        shares = {index: self._limits.share(one) for index, one in found.items()}
         sent = SentTensors(dict(zip(meta.names, meta.digests, strict=True)))
-        for index, reason in self._altered(sent, evidence, nats, wrong):
+        for index, reason in self._altered(sent, evidence, shares, wrong):
             wrong.setdefault(index, reason)
         first = self._remember(sent, evidence, wrong)
-        if nats and not wrong:
+        if found and not wrong:
             self._owed, self._since = first, 0
         return Verdict(wrong, self._metrics(found))
 
-    def _metrics(self, found: Mapping[int, Distance]) -> dict[str, float]:
-        metrics = {f"sync/student/{index}/freshness_nats": one.nats for index, one in found.items()}
-        if found:
-            farthest = max(found.values(), key=lambda one: one.ratio)
+    def _metrics(self, found: Mapping[int, Distances]) -> dict[str, float]:
+        metrics = {"sync/learned_parameters": float(len(self._learned.sources))}
+        for index, one in found.items():
+            metrics[f"sync/student/{index}/freshness_nats"] = one["text"].nats
+            if "image" in one:
+                metrics[f"sync/student/{index}/freshness_image_nats"] = one["image"].nats
+        text = [one["text"] for one in found.values()]
+        if text:
+            farthest = max(text, key=lambda distance: distance.ratio)
             metrics["sync/freshness_nats"] = farthest.nats
-            metrics["sync/freshness_limit_nats"] = self._limit * farthest.unit
-        metrics["sync/learned_parameters"] = float(len(self._learned.sources))
+            metrics["sync/freshness_limit_nats"] = self._limits.of("text") * farthest.unit
+        images = [one["image"] for one in found.values() if "image" in one]
+        if images:
+            farthest = max(images, key=lambda distance: distance.ratio)
+            metrics["sync/freshness_image_nats"] = farthest.nats
+            metrics["sync/freshness_image_limit_nats"] = self._limits.of("image") * farthest.unit
         return metrics
 
     # ── rows ───────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _limit(self) -> float:
-        """Largest distance, in multiples of the noise of one rounding."""
-        if self._ratio is None:
-            return FIRST_RATIO
-        return min(FIRST_RATIO, max(MARGIN * self._ratio, 1.0))
-
-    def _far(self, found: Mapping[int, Distance]) -> Iterator[tuple[int, WrongWeights]]:
-        """The replicas whose log-probabilities differ by more than rounding explains.
-
-        The first comparison measures the ratio of the nearest replica, which bounds the others and
-        every later comparison.
-        """
-        near = [one.ratio for one in found.values() if one.ratio <= self._limit]
-        if self._ratio is None and near:
-            self._ratio = min(near)
+    def _far(self, found: Mapping[int, Distances]) -> Iterator[tuple[int, WrongWeights]]:
+        """The replicas whose log-probabilities differ by more than rounding explains."""
+        self._limits.learn(found.values())
         for index, one in found.items():
-            if not one.ratio <= self._limit:  # also if it is not a number
-                cause = (
-                    f"its log-probabilities of held rows differ from the trainer's by "
-                    f"{one.nats:.3g} nats in the mean{one.where}; rounding explains "
-                    f"{self._limit * one.unit:.3g}"
-                )
-                yield index, WrongWeights(f"student/{index}", cause, _LOADING)
+            for kind, distance in one.items():
+                limit = self._limits.of(kind)
+                if distance.ratio > limit:
+                    cause = (
+                        f"its log-probabilities of {ROWS[kind]} differ from the trainer's by "
+                        f"{distance.nats:.3g} nats in the mean; rounding explains "
+                        f"{limit * distance.unit:.3g}"
+                    )
+                    yield index, WrongWeights(f"student/{index}", cause, _LOADING)
 
     # ── parameters ─────────────────────────────────────────────────────────────────────────────
 
@@ -206,7 +198,7 @@ class Freshness:
         self,
         sent: SentTensors,
         evidence: Receivers,
-        nats: Mapping[int, float],
+        shares: Mapping[int, float],
         wrong: Mapping[int, WrongWeights],
     ) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas with a parameter that is not the sent one, an older one, or a lone one."""
@@ -224,7 +216,7 @@ class Freshness:
             if kept := self._unlearned.kept(index, matrices, sent, own_names(found)):
                 cause = f"its engine's parameters did not change with what was sent: {_few(kept)}"
                 yield index, WrongWeights(f"student/{index}", cause, _LOADING)
-        yield from self._unlike_the_others(sound, nats)
+        yield from self._unlike_the_others(sound, shares)
 
     def _gone(self, index: int, found: Mapping[Place, str]) -> list[str]:
         """The parameters of the last fresh comparison that are there neither as such nor packed."""
@@ -248,7 +240,7 @@ class Freshness:
         return first
 
     def _unlike_the_others(
-        self, places: Mapping[int, Mapping[Place, str]], nats: Mapping[int, float]
+        self, places: Mapping[int, Mapping[Place, str]], shares: Mapping[int, float]
     ) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas with a parameter that most others have otherwise.
 
@@ -268,7 +260,7 @@ class Freshness:
             self._compared, self._unequal = True, differing
         wrong: dict[int, list[str]] = {}
         for place in sorted(differing - self._unequal):
-            right = _right(by_place[place], nats)
+            right = _right(by_place[place], shares)
             for index in (i for i, digest in by_place[place].items() if digest != right):
                 wrong.setdefault(index, []).append(place[1])
         for index, names in wrong.items():
@@ -285,42 +277,6 @@ def _few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Mean absolute difference of log-probabilities in nats: ``math.inf`` if some are not finite.
-
-    ``unit`` is that which one rounding of each module's result makes; ``where`` tells of rows.
-    """
-
-    nats: float
-    unit: float
-    where: str = ""
-
-    @property
-    def ratio(self) -> float:
-        """The difference in multiples of one rounding's."""
-        return self.nats / self.unit
-
-
-def _distance(reference: Reference, evidence: Evidence) -> Distance:
-    """The largest, in multiples of one rounding's, of rows of text and of those with images.
-
-    The coarser rounding of trainer and engine counts.
-    """
-    rounding = max(reference.rounding, evidence.rounding)
-    same = [*map(len, reference.logprobs)] == [*map(len, evidence.logprobs)]
-    found = []
-    for group, noise in zip(judged_together(reference.rows), reference.noise, strict=True):
-        nats = math.inf
-        if same:
-            own = np.concatenate([reference.logprobs[at] for at in group]).astype(np.float64)
-            its = np.concatenate([evidence.logprobs[at] for at in group])
-            nats = float(np.abs(own - its).mean()) if np.isfinite(its).all() else math.inf
-        where = " of the row with an image" if reference.rows[group[0]].media else ""
-        found.append(Distance(nats, noise * rounding, where))
-    return max(found, key=lambda one: one.ratio)
-
-
 def _places(evidence: Evidence) -> Iterator[tuple[Place, str]]:
     """The digests by worker and name."""
     for worker, found in enumerate(evidence.loaded):
@@ -328,8 +284,8 @@ def _places(evidence: Evidence) -> Iterator[tuple[Place, str]]:
             yield (worker, name), digest
 
 
-def _right(digests: Mapping[int, str], nats: Mapping[int, float]) -> str:
+def _right(digests: Mapping[int, str], shares: Mapping[int, float]) -> str:
     """The digest of most replicas; of several such ones that of the nearest replica."""
     votes = Counter(digests.values())
-    best = min(digests, key=lambda index: (-votes[digests[index]], nats.get(index, 0.0)))
+    best = min(digests, key=lambda index: (-votes[digests[index]], shares.get(index, 0.0)))
     return digests[best]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +23,8 @@ LENGTHS = (2, 5, 13, 33, 75)
 MOST_ROWS = len(LENGTHS) + 1
 """Rows of a student that sees, of which one has an image; others have one row less."""
 GOLDEN = (math.sqrt(5) - 1) / 2
+Kind = Literal["text", "image"]
+"""Whether rows have an image."""
 HELD = "held"
 """Data source and teacher of the rows, which have neither."""
 
@@ -57,14 +60,12 @@ class HeldRow:
         )
 
 
-def judged_together(rows: Sequence[HeldRow]) -> list[list[int]]:
-    """Indices of the rows of text, then of those with images, if there are any.
-
-    Rounding moves the two by other amounts, and wrong weights of a tower only the second.
-    """
-    text = [index for index, row in enumerate(rows) if not row.media]
-    images = [index for index, row in enumerate(rows) if row.media]
-    return [indices for indices in (text, images) if indices]
+def by_kind(rows: Sequence[HeldRow]) -> dict[Kind, list[int]]:
+    """Indices of the rows of text, and of those with images, of kinds that there are."""
+    kinds: dict[Kind, list[int]] = {"text": [], "image": []}
+    for index, row in enumerate(rows):
+        kinds["image" if row.media else "text"].append(index)
+    return {kind: indices for kind, indices in kinds.items() if indices}
 
 
 def held_rows(vocabulary: int, longest: int, without: Collection[int] = ()) -> tuple[HeldRow, ...]:

@@ -9,14 +9,14 @@ for each chunk of the plan:            for each chunk of the plan:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from async_opd.core.arrays import Float32
 from async_opd.core.errors import WeightSyncError
-from async_opd.weight_sync.held_rows import HeldRow
+from async_opd.weight_sync.held_rows import HeldRow, Kind
 
 PEFT_PREFIX = "base_model.model."
 """What the names of adapters' tensors begin with, in PEFT's files and in weight syncs."""
@@ -45,20 +45,20 @@ class Reference:
 
     ``logprobs`` are those of each row's compared tokens, float32, in nats. ``noise`` is their
     mean absolute change in nats if the result of every module has a relative error that is uniform
-    within ±1, extrapolated from smaller errors, for each of ``judged_together``; ``rounding`` is
+    within ±1, extrapolated from smaller errors, for each kind of rows; ``rounding`` is
     the largest relative error of one rounding of the dtype in which the trainer computed them;
     ``seconds``: what computing took.
     """
 
     rows: tuple[HeldRow, ...]
     logprobs: tuple[Float32, ...]
-    noise: tuple[float, ...]
+    noise: Mapping[Kind, float]
     rounding: float
     seconds: float = 0.0
 
     def refuse_not_finite(self) -> None:
         """WeightSyncError unless all numbers are finite."""
-        if not all(map(math.isfinite, self.noise)) or not all(map(_finite, self.logprobs)):
+        if not all(map(math.isfinite, self.noise.values())) or not all(map(_finite, self.logprobs)):
             cause = "the trainer's own log-probabilities of held rows are not finite"
             raise WeightSyncError("weight sync", cause, "its weights are broken: resume the run")
 

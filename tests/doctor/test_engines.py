@@ -75,7 +75,7 @@ class Pools:
 
     async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
         self.calls.append(f"snapshot {version}")
-        reference = Reference((HELD,), (np.array([-1, -1], np.float32),), (1.0,), 1e-7)
+        reference = Reference((HELD,), (np.array([-1, -1], np.float32),), {"text": 1.0}, 1e-7)
         return WeightMeta((), (), (), (), reference=reference)
 
     async def push(self) -> SyncReport:

@@ -103,7 +103,7 @@ def test_rounding_the_weights_to_bfloat16_changes_no_more_than_some_roundings() 
     found = learner(model).reference(ROWS)
     rounded = model.to(torch.bfloat16).float()
     distance = np.abs(own(rounded) - np.concatenate(found.logprobs)).mean()
-    assert 0.05 < distance / (found.noise[0] * ROUNDING[torch.bfloat16]) < 5
+    assert 0.05 < distance / (found.noise["text"] * ROUNDING[torch.bfloat16]) < 5
 
 
 def test_the_rounding_is_that_of_the_computation() -> None:

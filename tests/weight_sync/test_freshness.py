@@ -17,14 +17,13 @@ from async_opd.core.row import Media
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.freshness import (
-    FIRST_RATIO,
-    MARGIN,
     Evidence,
     Freshness,
     refuse_other_digests,
 )
 from async_opd.weight_sync.held_rows import LENGTHS, HeldRow, held_rows
 from async_opd.weight_sync.layout import Reference, Rendezvous, WeightMeta
+from async_opd.weight_sync.row_distances import FIRST_RATIO, MARGIN
 
 ROWS = held_rows(100, 128)
 UNIT = 0.01
@@ -34,7 +33,7 @@ UNIT = 0.01
 def reference() -> Reference:
     """Of rows whose tokens all have a probability of 1/e."""
     logprobs = tuple(np.full(row.compared, -1.0, np.float32) for row in ROWS)
-    return Reference(ROWS, logprobs, noise=(1.28,), rounding=2.0**-24)
+    return Reference(ROWS, logprobs, noise={"text": 1.28}, rounding=2.0**-24)
 
 
 META = WeightMeta(
@@ -93,7 +92,7 @@ def test_at_the_first_sync_the_nearest_replica_bounds_the_others() -> None:
 def test_the_bound_grows_with_the_noise_of_the_weights() -> None:
     freshness = Freshness(1)
     freshness.judge(META, {0: evidence(UNIT)})
-    noisier = replace(META, reference=replace(reference(), noise=(12.8,)))
+    noisier = replace(META, reference=replace(reference(), noise={"text": 12.8}))
     assert freshness.judge(noisier, {0: evidence(30 * UNIT)}).wrong == {}
 
 
@@ -109,21 +108,55 @@ def seen(nats_of_text: float, nats_of_image: float) -> tuple[WeightMeta, Evidenc
     own = tuple(np.full(row.compared, -1.0, np.float32) for row in rows)
     moved = [nats_of_text] * len(ROWS) + [nats_of_image]
     its = tuple((one - by).astype(np.float32) for one, by in zip(own, moved, strict=True))
-    made = Reference(rows, own, noise=(1.28, 0.128), rounding=2.0**-24)
+    made = Reference(rows, own, noise={"text": 1.28, "image": 0.128}, rounding=2.0**-24)
     return replace(META, reference=made), replace(evidence(), logprobs=its)
 
 
 def test_the_row_with_an_image_is_judged_apart_from_those_of_text() -> None:
     meta, its = seen(0.0, 1.1 * FIRST_RATIO * UNIT / 10)
     verdict = Freshness(1).judge(meta, {0: its})
-    assert "0.0352 nats in the mean of the row with an image" in str(verdict.wrong[0])
+    assert "of the held row with an image differ from the trainer's by 0.0352 nats" in str(
+        verdict.wrong[0]
+    )
 
 
-def test_the_metrics_are_those_of_the_rows_that_are_farthest_apart() -> None:
+def test_a_rough_row_with_an_image_does_not_widen_the_bound_of_text() -> None:
+    freshness = Freshness(1)
+    meta, its = seen(UNIT, 8 * UNIT / 10)
+    assert freshness.judge(meta, {0: its}).wrong == {}
+    meta, its = seen(1.1 * MARGIN * UNIT, UNIT / 10)
+    assert "of held rows differ" in str(freshness.judge(meta, {0: its}).wrong[0])
+
+
+def test_each_kind_of_rows_has_metrics_of_its_own() -> None:
     meta, its = seen(UNIT, UNIT / 5)
     metrics = Freshness(1).judge(meta, {0: its}).metrics
-    assert metrics["sync/freshness_nats"] == pytest.approx(UNIT / 5, rel=1e-3)
-    assert metrics["sync/freshness_limit_nats"] == pytest.approx(MARGIN * UNIT / 5, rel=1e-3)
+    assert metrics == pytest.approx(
+        {
+            "sync/freshness_nats": UNIT,
+            "sync/freshness_limit_nats": MARGIN * UNIT,
+            "sync/student/0/freshness_nats": UNIT,
+            "sync/freshness_image_nats": UNIT / 5,
+            "sync/freshness_image_limit_nats": MARGIN * UNIT / 5,
+            "sync/student/0/freshness_image_nats": UNIT / 5,
+            "sync/learned_parameters": metrics["sync/learned_parameters"],
+        },
+        rel=1e-3,
+    )
+
+
+def test_of_two_replicas_the_one_with_more_roundings_has_the_wrong_parameters() -> None:
+    """The other one is farther in nats: on the row with an image, which is noisier there."""
+    freshness = Freshness(1)
+    meta, near = seen(UNIT, UNIT / 10)
+    freshness.judge(meta, {0: near, 1: near})
+    noisy = replace(meta.reference, noise={"text": 1.28, "image": 12.8})  # type: ignore[type-var]
+    noisier = replace(meta, reference=noisy, digests=("n1", "m2"))
+    _, good = seen(UNIT / 10, 10 * UNIT)
+    _, bad = seen(3 * UNIT, UNIT)
+    good = replace(good, loaded=({"norm": "n1", "packed": "p2"},))
+    bad = replace(bad, loaded=({"norm": "n1", "packed": "p3"},))
+    assert list(freshness.judge(noisier, {0: good, 1: bad}).wrong) == [1]
 
 
 def test_rows_of_other_lengths_mean_wrong_weights() -> None:
@@ -133,7 +166,7 @@ def test_rows_of_other_lengths_mean_wrong_weights() -> None:
 
 
 def test_no_replica_is_blamed_for_a_broken_trainer() -> None:
-    broken = replace(reference(), noise=(float("nan"),))
+    broken = replace(reference(), noise={"text": float("nan")})
     with pytest.raises(WeightSyncError, match="trainer's own log-probabilities"):
         Freshness(1).judge(replace(META, reference=broken), {0: evidence()})
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from async_opd.core.arrays import Float32
-from async_opd.weight_sync.held_rows import HeldRow, judged_together
+from async_opd.weight_sync.held_rows import HeldRow, by_kind
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.packing import Row
 from trainer.vision.held import packed
@@ -85,10 +85,10 @@ def reference_of(
     with jitter.within(student.modules()):
         moved = jitter(logits_of(row))
     before, after = _logprobs(exact, row, rows), _logprobs(moved, row, rows)
-    noise = tuple(
-        float(np.concatenate([np.abs(after[at] - before[at]) for at in group]).mean()) / JITTER
-        for group in judged_together(rows)
-    )
+    noise = {
+        kind: float(np.concatenate([np.abs(after[at] - before[at]) for at in each]).mean()) / JITTER
+        for kind, each in by_kind(rows).items()
+    }
     return Reference(tuple(rows), tuple(before), noise, rounding, time.perf_counter() - started)
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from async_opd.core.errors import RolloutFault
+from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.row import Media
 from async_opd.core.samples import Sample
-from async_opd.core.stages import Queue
+from async_opd.core.stages import TRAINER, Queue
 from async_opd.core.uid import Uid
 from async_opd.media.cache import MediaCache
 from async_opd.waiting.race import gather_or_cancel
@@ -59,6 +59,13 @@ async def shown_by(
     first = {image.sha256: (image, uid) for uid, image in reversed(shown)}
     await gather_or_cancel(*(fetch(image, uid) for image, uid in first.values()))
     return encoded, {uid: faults[one.sha256] for uid, one in shown if one.sha256 in faults}
+
+
+def refuse_unseen(unseen: Mapping[Uid, str]) -> None:
+    """StageError with the first reason, where no other samples can be taken instead."""
+    for uid, cause in unseen.items():
+        message = f"{len(unseen)} samples show images that cannot be had; {uid}: {cause}"
+        raise StageError(TRAINER, message, "start again: the driver reads images anew")
 
 
 async def take_seen(

@@ -231,7 +231,8 @@ class Sight:
                 TRAINER,
                 f"{rollout.uid} has {int(kinds.sum())} tokens of {len(grids)} images, which are "
                 f"patches of {grids.tolist()}: {type(error).__name__}: {error}",
-                "processor_kwargs of trainer and engines have to be the same (student)",
+                "processor_kwargs of trainer and engines have to be the same (student), and "
+                "images need a token between them, which the chat template puts there",
             ) from error
         return found
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.batch import Batch, unpack
+from async_opd.core.errors import StageError
 from async_opd.core.samples import DeadLetter, Header
 from async_opd.core.stages import DEAD, SCORED, topics
 from async_opd.queue.message_queue import MessageQueue
@@ -21,7 +22,7 @@ from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Plan
 from trainer.batches.token_weights import TokenWeight
 from trainer.rank_group import SINGLE_RANK
-from trainer.vision.fetching import cache_of, shown_by, take_seen
+from trainer.vision.fetching import cache_of, refuse_unseen, shown_by, take_seen
 
 pytest.importorskip("torchvision")
 
@@ -79,6 +80,12 @@ async def test_a_sample_whose_image_the_queue_lacks_is_named_with_the_reason() -
     shown, unseen = await shown_by(data.samples, cache_of(lambda: queue, SIGHT))
     assert (shown, list(unseen)) == (queue.encoded, ["p0/0"])
     assert f"{lost} of p0/0 is not held by the queue" in unseen["p0/0"]
+
+
+def test_supervised_samples_that_cannot_be_seen_are_refused_with_the_reason() -> None:
+    refuse_unseen({})
+    with pytest.raises(StageError, match="2 samples show images that cannot be had; a: lost"):
+        refuse_unseen({"a": "lost", "b": "lost, too"})
 
 
 class Scored(MessageQueue):
