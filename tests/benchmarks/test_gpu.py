@@ -25,6 +25,8 @@ from benchmarks.gpu.measuring import Report, Skip
 from benchmarks.gpu.students import TrainSettings
 from trainer.notes import note
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 NEEDS_GPU = {
     "scoring": {"float32_logits"},
@@ -60,7 +62,6 @@ def in_a_fork(path: Path) -> None:
     os._exit(0)  # gloo's threads may abort an interpreter that is finalized
 
 
-@pytest.mark.slow
 def test_a_mesh_of_one_trains_as_no_mesh(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     process = context.Process(target=in_a_fork, args=(tmp_path / "said",))

@@ -147,12 +147,14 @@ async def test_what_a_grader_raises_comes_back_with_the_row(made: Made) -> None:
         await graders.grade("raise", row())
 
 
+@pytest.mark.slow
 async def test_waiting_for_a_process_counts_against_nobody(made: Made) -> None:
     graders = made("users_graders:slow", timeout_s=2, processes=1)
     found = await asyncio.gather(*(graders.grade("x", row()) for _ in range(12)))
     assert found == [1.0] * 12
 
 
+@pytest.mark.slow
 async def test_what_a_late_grader_had_started_is_ended_with_it(made: Made, tmp_path: Path) -> None:
     told = tmp_path / "pid"
     with pytest.raises(GradeError, match="took longer"):

@@ -120,6 +120,7 @@ def test_a_model_of_text_has_no_image_processor(quickstart: str) -> None:
         ImageProcessor.load(f"{quickstart}/models/student")
 
 
+@pytest.mark.slow
 def test_a_processor_is_loaded_without_a_line_about_kernels_of_other_machines() -> None:
     student = Path(__file__).parents[2] / "examples" / "vision" / "models" / "student"
     load = "from async_opd.models.processor import ImageProcessor"

@@ -13,6 +13,8 @@ import pytest
 
 from async_opd.models import torchvision_operators
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEFINES = "import torch; from async_opd.models.torchvision_operators import define; define()"
 REGISTERS = """

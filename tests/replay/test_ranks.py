@@ -31,6 +31,8 @@ from trainer.replay.kept_step import read_kept, write_kept
 from trainer.replay.replayer import Recomputed, Replayer
 from trainer.student.sharding import join_mesh
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 STEPS = range(1, 5)
 QUANTITIES = ("weight", "gap", "loss", "gradient_share")

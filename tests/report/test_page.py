@@ -28,6 +28,8 @@ from async_opd.report.verdict import judge
 from tests.plan.runs import CONFIG, write_run
 from tests.report.pages import HOSTILE, write_full_run
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("vl_convert", reason="the extra report is not installed")
 MOST = 3_000_000
 

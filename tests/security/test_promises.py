@@ -50,6 +50,7 @@ def calls(tree: ast.Module) -> list[tuple[str, ast.Call]]:
     return [(ast.unparse(call.func), call) for call in calls]
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_but_what_our_own_processes_sent() -> None:
     readers = ("pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "joblib.load")
     found = {file for file, tree in sources() for name, _ in calls(tree) if name in readers}

@@ -74,6 +74,7 @@ def test_an_authenticated_member_is_not_closed_for_unauthenticated_connections(
     member.close()
 
 
+@pytest.mark.slow
 def test_unauthenticated_connections_are_no_more_than_their_bound(
     rendezvous: RendezvousServer, stack: ExitStack
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_group_that_is_replaced_can_be_joined_by_nobody(together: Together) ->
         socket.create_connection((HERE, first.port), BOUND_S)
 
 
+@pytest.mark.slow
 def test_torchs_own_store_finds_no_store_at_the_port(
     transport: GlooSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

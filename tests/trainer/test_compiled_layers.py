@@ -30,6 +30,8 @@ from trainer.rank_spec import RankSpec
 from trainer.student.adapters import add_adapters
 from trainer.student.sharding import full_tensor, join_mesh
 
+pytestmark = pytest.mark.slow
+
 CPU, RANKS = torch.device("cpu"), 2
 TRACED = "aot_eager"
 CASES: dict[str, dict[str, Any]] = {
@@ -133,7 +135,6 @@ def on_ranks(
     return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all kept", "recomputed in part"])
 def test_compiled_layers_have_the_losses_and_gradients_of_eager_ones(name: str) -> None:
     found, notes = found_by(rank_of(name, TRACED))
@@ -141,7 +142,6 @@ def test_compiled_layers_have_the_losses_and_gradients_of_eager_ones(name: str) 
     assert notes == []
 
 
-@pytest.mark.slow
 def test_layers_of_two_kinds_do_too() -> None:
     """Windows in some layers, normed queries, a scale of its own."""
     found, notes = found_by(rank_of(backend=TRACED, make=families.gemma3))
@@ -173,7 +173,6 @@ def test_two_ranks_with_compiled_layers_have_those_of_one_with_eager_ones(tmp_pa
         assert notes == []
 
 
-@pytest.mark.slow
 def test_layers_and_rows_of_all_lengths_share_a_few_graphs() -> None:
     graphs: list[Any] = []
 

@@ -33,6 +33,8 @@ from trainer.student.loading import set_attention
 from trainer.student.rotary import pin_rotary
 from trainer.student.sharding import join_mesh
 
+pytestmark = pytest.mark.slow
+
 
 def pinned() -> Any:
     made = families.phi3()
@@ -123,7 +125,6 @@ def test_the_groups_of_each_dimension_have_the_bound_of_collectives(tmp_path: Pa
     assert spread(RANKS, bounds, tmp_path) == [[7.0, 5.0, 5.0]] * RANKS
 
 
-@pytest.mark.slow
 def test_ranks_built_from_a_config_train_as_one_does() -> None:
     batch = [random_sample(i, size, k=6) for i, size in enumerate([30, 4, 11, 2])]
     ranks = ("train.ranks=4", "train.context_parallel=2", "train.replicate=2")

@@ -24,6 +24,8 @@ from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.sharding import full_tensor, join_mesh
 
+pytestmark = pytest.mark.slow
+
 When = Literal["auto", "step", "micro_batch"]
 Dtype = Literal["float32", "bfloat16"]
 CPU = torch.device("cpu")

@@ -31,6 +31,8 @@ from trainer.student.empty import EmptyStudent
 from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.student.slices import own_part
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16, warmup_steps=0, weight_decay=0.1)
 BATCHES = [[random_sample(10 * step + i, 5, k=6) for i in range(4)] for step in range(3)]

@@ -26,6 +26,8 @@ from trainer.student.check import check_rank, check_student
 from trainer.student.empty import EmptyStudent
 from trainer.student.sharding import await_ranks, join_mesh
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
 BATCH = [random_sample(index, size, k=6) for index, size in enumerate([5, 0, 3, 9])]

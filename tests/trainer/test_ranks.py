@@ -34,6 +34,8 @@ from trainer.student.attention import register_kernel
 from trainer.student.check import check_rank, check_student
 from trainer.student.sharding import join_mesh
 
+pytestmark = pytest.mark.slow
+
 RANKS, STEPS = 2, 3
 CPU = torch.device("cpu")
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16, weight_decay=0.1, max_grad_norm=0.5)
@@ -162,13 +164,7 @@ def ranks(case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] if case.ranks > RANKS else [])
-        for name, case in CASES.items()
-    ],
-)
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 

@@ -28,6 +28,8 @@ from trainer.saving.shards import Part, Shards, Stamp, shard_name, write_shard
 from trainer.saving.state import copy_parts, load_parts
 from trainer.student.sharding import join_mesh
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16)
 BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 7, 2])]

@@ -46,7 +46,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "joined when loaded": lambda: families.made("OlmoHybrid", **LINEAR),
     "more ranks than rows": lambda: families.made("Granite", vocab_size=2),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # transformers' GPTBigCode
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script"),  # transformers' GPTBigCode
+]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +97,7 @@ def test_one_rank_reads_what_transformers_loads(name: str, folder: Path) -> None
     assert not any(map(is_sharded, student.model.parameters()))
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.fixture(scope="module", params=[2, 3])
 def of_ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """By family: names of what differs after a gather, and whether every part is a part."""
 

@@ -19,6 +19,8 @@ from async_opd.core.errors import AsyncOPDError
 from async_opd.observability.dashboard import workspace as made
 from async_opd.observability.dashboard.panels import panels
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("wandb_workspaces")
 
 
