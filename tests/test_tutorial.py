@@ -75,6 +75,7 @@ def test_every_command_of_the_tutorial_prints_what_it_shows(tmp_path: Path) -> N
             stderr=subprocess.STDOUT,  # in the order of a terminal
             text=True,
             timeout=900,
+            start_new_session=True,  # Linux shares cores among sessions first
         )
         said = done.stdout
         assert done.returncode == 0, f"{command}\n{said}"

@@ -99,10 +99,12 @@ class Publisher:
         transport: Callable[[], Transport],
         digests: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
+        frozen: tuple[str, ...] = (),
     ) -> None:
         """With ``digests`` the metadata of a snapshot holds those of its tensors.
 
         ``chunk_bytes`` are the transport's: chunks of that size are sent without another copy.
+        ``frozen``: see ``WeightMeta``.
         """
         self._source = source
         self._new_transport = transport
@@ -113,6 +115,7 @@ class Publisher:
         self._meta = WeightMeta((), (), (), ())
         self._copied: torch.cuda.Event | None = None
         self._with_digests = digests
+        self._frozen = frozen
 
     def open(self, group: int, world_size: int, connected: Collection[int] = ()) -> Rendezvous:
         """A new group for a sync group; see Transport.open. Closes all but the ``connected``."""
@@ -145,6 +148,7 @@ class Publisher:
                 shapes=tuple(shape for _, shape, _ in kinds),
                 itemsizes=tuple(dtype.itemsize for _, _, dtype in kinds),
                 digests=tuple(digests.values().values()),
+                frozen=self._frozen,
             )
             self._copied = _event_behind_all_work()
         return self._meta

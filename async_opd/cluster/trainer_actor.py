@@ -19,6 +19,7 @@ from trainer.rank_group import SINGLE_RANK
 from trainer.rank_spec import RankSpec
 from trainer.replay.replayer import Replayer
 from trainer.stage import TrainerStage
+from trainer.student.named_weights import frozen_names
 from trainer.vision.fetching import cache_of
 
 
@@ -42,6 +43,7 @@ def build_trainer(
             lambda: _transport(config, device),
             digests=config.sync.verify_every > 0,
             chunk_bytes=config.sync.chunk_mib << 20,
+            frozen=frozen_names(learner.model),
         ),
         batcher,
         max_version_lag=config.async_.max_version_lag,

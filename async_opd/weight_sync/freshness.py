@@ -150,7 +150,7 @@ class Freshness:
             }
         wrong = dict(self._far(found))
         shares = {index: self._limits.share(one) for index, one in found.items()}
-        sent = SentTensors(dict(zip(meta.names, meta.digests, strict=True)))
+        sent = SentTensors(dict(zip(meta.names, meta.digests, strict=True)), meta.frozen)
         for index, reason in self._altered(sent, evidence, shares, wrong):
             wrong.setdefault(index, reason)
         first = self._remember(sent, evidence, wrong)

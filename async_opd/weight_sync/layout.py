@@ -72,7 +72,8 @@ class WeightMeta:
     """Names, dtypes (``bfloat16``) and shapes of the tensors, in the order they are sent.
 
     ``digests`` are those of the tensors (``async_opd.weight_sync.digests``); ``reference`` is there
-    if replicas are compared with the trainer after this sync.
+    if replicas are compared with the trainer after this sync. ``frozen`` names the student's
+    tensors that are never sent: those of a frozen tower or projector.
     """
 
     names: tuple[str, ...]
@@ -81,6 +82,7 @@ class WeightMeta:
     itemsizes: tuple[int, ...]
     digests: tuple[str, ...] = ()
     reference: Reference | None = None
+    frozen: tuple[str, ...] = ()
 
     @property
     def adapters(self) -> bool:

@@ -6,14 +6,15 @@
 
 An engine joins some tensors along their first dimension, and gives others another name; what it
 divides, pads or converts is not learned. Once learned, a parameter has to follow what is sent.
-Matrices that are not learned have to change between two comparisons when what is sent does.
+Matrices that are not learned have to change between two comparisons when what is sent does, but for
+those of a frozen tower or projector, which are not sent.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -32,10 +33,15 @@ Place = tuple[int, str]
 
 
 class SentTensors:
-    """The digests of what was sent, by name; also the names by digest and by module."""
+    """The digests of what was sent, by name; also the names by digest and by module.
 
-    def __init__(self, digests: Mapping[str, str]) -> None:
+    ``frozen`` names the student's other tensors, which engines have from its own files.
+    """
+
+    def __init__(self, digests: Mapping[str, str], frozen: Collection[str] = ()) -> None:
         self.digests = digests
+        self._sent_modules = _Modules(digests if frozen else ())
+        self._frozen_modules = _Modules(frozen)
         self._named: dict[str, list[str]] = defaultdict(list)
         self._under: dict[str, list[str]] = defaultdict(list)
         self._beside: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -51,6 +57,19 @@ class SentTensors:
             module = name
             while module := module.rpartition(".")[0]:
                 self._under[module].append(name)
+
+    def frozen(self, name: str) -> bool:
+        """Whether a parameter of the engine is of a module of which nothing is sent.
+
+        An engine may call the outermost modules otherwise, and join modules beside each other.
+        """
+        module = name.rpartition(".")[0]
+        for around in (module, module.rpartition(".")[0]):
+            if around in self._sent_modules:
+                return False
+            if around in self._frozen_modules:
+                return True
+        return False
 
     def explanations(self, name: str, digest: str) -> Iterator[tuple[str, ...]]:
         """Tensors that have the digest: the one of that name; without it, another, or several."""
@@ -82,6 +101,8 @@ class SentTensors:
         for around in (module, module.rpartition(".")[0]):
             if parts := [part for part in self._under.get(around, ()) if part not in own]:
                 return any(self._differs(part, before) for part in parts)
+        if self.frozen(name):
+            return False
         differ = [self._differs(part, before) for part in self._matrices]
         return bool(differ) and all(differ)
 
@@ -97,6 +118,29 @@ class SentTensors:
         return self.digests[name] != before.digests.get(name)
 
 
+class _Modules:
+    """The modules that tensors are directly in, and those around these; found by their last parts.
+
+    ``visual.blocks.0.attn`` is found where a tensor is ``model.visual.blocks.0.attn.qkv.weight``,
+    and the other way round.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        modules = {name.rpartition(".")[0] for name in names}
+        self._whole = modules | {module.rpartition(".")[0] for module in modules}
+        self._ends = {end for module in self._whole for end in _ends(module)}
+
+    def __contains__(self, module: str) -> bool:
+        return module in self._ends or not self._whole.isdisjoint(_ends(module))
+
+
+def _ends(module: str) -> Iterator[str]:
+    """The module's name, and what is left of it without its outermost modules."""
+    while module:
+        yield module
+        module = module.partition(".")[2]
+
+
 @dataclass
 class LearnedParameters:
     """The places whose digests were equal to those of sent tensors, and of which ones."""
@@ -107,9 +151,11 @@ class LearnedParameters:
         """Learns places that have exactly one explanation.
 
         Two equal tensors, such as the biases of a new model, explain a place twice: it is learned
-        at a later sync.
+        at a later sync. A norm of ones of a frozen tower is equal to a sent one by chance.
         """
         for place in found.keys() - self.sources.keys():
+            if sent.frozen(_name(place)):
+                continue
             explanations = list(sent.explanations(_name(place), found[place]))
             if len(explanations) == 1:
                 self.sources[place] = explanations[0]

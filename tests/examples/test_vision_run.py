@@ -19,7 +19,10 @@ PICTURED = ("count", "larger", "digit")
 SOURCES = (*PICTURED, "sort")
 STEPS, BATCH = 8, 32
 WHOLE = ["train.steps=360", "async.sync_steps=4", "eval.every=30", "eval.max_prompts=null"]
-FEW = [f"train.steps={STEPS}", f"train.batch_size={BATCH}", "eval.every=0", "eval.max_prompts=16"]
+FEW = [
+    *(f"train.steps={STEPS}", f"train.batch_size={BATCH}", "eval.every=0", "eval.max_prompts=16"),
+    *("train.freeze=[vision_tower]", "sync.verify_every=1"),
+]
 BOUND_S = 15 * 60
 
 
@@ -41,6 +44,12 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_eight_steps_train_every_sample_and_lose_none(few: Run) -> None:
     assert (few.code, few.summary["ledger/trained"]) == (0, STEPS * BATCH), few.output
     assert few.left == []
+
+
+def test_a_student_whose_tower_is_frozen_is_fresh_after_every_sync(few: Run) -> None:
+    synced = [line for line in few.metrics if "sync/freshness_image_nats" in line]
+    assert len(synced) >= 3, "a matrix that did not change shows at the second comparison"
+    assert not any(line.get("sync/wrong_weights") for line in few.metrics)
 
 
 def test_both_teachers_score_samples_of_their_own_sources(few: Run) -> None:

@@ -55,6 +55,8 @@ class Seen:
     held: list[tuple[Reference, Evidence]] = field(default_factory=list)
     """What trainer and engine compute of held rows: before a sync, after it, and after one without
     the tower."""
+    frozen: list[tuple[WeightMeta, Evidence]] = field(default_factory=list)
+    """Three syncs in turn without the tower, and what the engine has after each."""
 
 
 def differences(reference: Transformers, rollouts: list[Rollout]) -> list[float]:
@@ -87,9 +89,10 @@ class World:
             "student/0", vision_kwargs(folder), SamplingSpec(8, 1.0, 1.0, N), (EOS,), "gloo"
         )
         self.replica = StudentReplica(spec, self.queue, MediaCache(self.fetches, 1 << 20))
-        publisher = Publisher(
+        self.publisher = publisher = Publisher(
             lambda: iter([(n, p.detach().clone()) for n, p in self.sent()]),
             lambda: GlooSender("127.0.0.1", 30.0, 100_000),
+            digests=True,
         )
         members = RollouterStage({"student/0": self.replica}, self.queue).members
         self.sync = BroadcastSync(Sender(publisher), members, [1], on_sync="keep", timeout_s=60.0)
@@ -148,6 +151,13 @@ class World:
         evidence = Evidence(logprobs, ({},), rounding_of(engine.vllm_config))
         return rank.reference(rows), evidence
 
+    async def compare_frozen(self) -> tuple[WeightMeta, Evidence]:
+        """The sync of a student whose tower is frozen, and what the engine has after it."""
+        reference, _ = await self.compare()
+        evidence = await self.replica.evidence(reference.rows)
+        tower = tuple(n for n, _ in self.reference.model.named_parameters() if TOWER in n)
+        return replace(self.publisher.meta, reference=reference, frozen=tower), evidence
+
     def sent(self) -> Iterator[tuple[str, Any]]:
         """The parameters of a weight sync: all of them, or all but a frozen tower's."""
         for name, parameter in self.reference.model.named_parameters():
@@ -193,6 +203,11 @@ async def scenario(w: World) -> Seen:
         w.move(tower=False, size=0.01)
         await w.push(2)
         found.held.append(await w.compare())
+        found.frozen.append(await w.compare_frozen())
+        for version in (3, 4):
+            w.move(tower=False, size=0.01)
+            await w.push(version)
+            found.frozen.append(await w.compare_frozen())
     worker.cancel()
     return found
 
@@ -244,6 +259,19 @@ async def test_an_engine_that_ignores_a_new_tower_is_found_by_the_row_with_an_im
     for one, two in list(zip(before.logprobs, after.logprobs, strict=True))[:-1]:
         np.testing.assert_allclose(one, two, atol=1e-6)
     assert list(judged(after, new, old)) == [1]
+
+
+async def test_a_frozen_tower_is_fresh_at_every_comparison(seen: Seen) -> None:
+    freshness = Freshness(1)
+    for meta, evidence in seen.frozen:
+        assert freshness.judge(meta, {0: evidence}).wrong == {}
+
+
+async def test_a_tower_that_stays_and_is_not_said_to_be_frozen_is_found(seen: Seen) -> None:
+    freshness, wrong = Freshness(1), dict[int, WrongWeights]()
+    for meta, evidence in seen.frozen:
+        wrong = freshness.judge(replace(meta, frozen=()), {0: evidence}).wrong
+    assert f"{TOWER}.blocks.0.attn" in str(wrong[0])
 
 
 async def test_no_rollout_has_a_token_that_stands_for_an_image(seen: Seen) -> None:

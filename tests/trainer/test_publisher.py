@@ -90,6 +90,12 @@ def test_without_a_gpu_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPa
     assert order == ["copy a", "copy b", "read"]
 
 
+def test_a_snapshot_names_what_is_never_sent() -> None:
+    given = [("a", torch.ones(2))]
+    publisher = Publisher(lambda: iter(given), lambda: Transport([]), frozen=("tower",))
+    assert publisher.snapshot().frozen == ("tower",)
+
+
 def test_a_snapshot_has_the_digests_of_its_tensors_where_they_are_wanted() -> None:
     weights = [("a", torch.ones(2)), ("b", torch.zeros(3))]
     expected = Digests(torch)

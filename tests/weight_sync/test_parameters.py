@@ -13,6 +13,7 @@ from async_opd.weight_sync.parameters import (
     PACKED,
     LearnedParameters,
     SentTensors,
+    UnlearnedMatrices,
 )
 
 Q, K, V, OUT = (f"l.0.attn.{name}_proj.weight" for name in "qkvo")
@@ -118,6 +119,58 @@ def test_joined_tensors_are_not_looked_for_among_the_layers_of_a_model(
     sent = SentTensors({f"layers.{i}.weight": f"float32[4, 4]:{i}" for i in range(100)})
     LearnedParameters().learn({(0, "layers.fused.weight"): "float32[8, 4]:x"}, sent)
     assert tried == []
+
+
+def of_student(step: int) -> dict[str, torch.Tensor]:
+    """What a student with a frozen tower sends: all else, under the names of its checkpoint."""
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "model.language_model.layers.0.mlp.down_proj.weight": torch.randn(4, 6, generator=draw),
+        "model.visual.merger.norm.weight": torch.ones(6) + step,
+    }
+
+
+TOWER = {
+    "visual.patch_embed.proj.weight": torch.ones(2, 3),
+    "visual.blocks.0.attn.qkv_proj.weight": torch.ones(9, 3),
+    "visual.blocks.0.norm1.weight": torch.ones(6),
+}
+"""An engine's, which joins matrices and has another name for the outermost module."""
+FROZEN = (
+    "model.visual.patch_embed.proj.weight",
+    *(f"model.visual.blocks.0.attn.{one}_proj.weight" for one in "qkv"),
+    "model.visual.blocks.0.norm1.weight",
+)
+
+
+@pytest.mark.parametrize("frozen", [FROZEN, ()], ids=["frozen", "trained"])
+def test_a_tower_has_to_change_unless_it_is_frozen(frozen: tuple[str, ...]) -> None:
+    first, later = (SentTensors(digests(**of_student(step)), frozen) for step in (0, 1))
+    matrices = {(0, name): digest for name, digest in digests(**TOWER).items() if "," in digest}
+    unlearned = UnlearnedMatrices()
+    unlearned.remember(0, matrices, first)
+    kept = unlearned.kept(0, matrices, later, set(TOWER))
+    assert kept == ([] if frozen else sorted(name for _, name in matrices))
+
+
+def test_a_norm_of_a_frozen_tower_is_not_learned_from_a_sent_one_that_is_equal() -> None:
+    learned, place = LearnedParameters(), (0, "visual.blocks.0.norm1.weight")
+    learned.learn(
+        {place: digests(w=torch.ones(6))["w"]}, SentTensors(digests(**of_student(0)), FROZEN)
+    )
+    assert learned.sources == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["visual.merger.norm.weight", "language_model.model.layers.0.mlp.down_proj.weight"]
+)
+def test_what_is_sent_beside_a_frozen_tower_is_not_frozen(name: str) -> None:
+    assert not SentTensors(digests(**of_student(0)), FROZEN).frozen(name)
+
+
+def test_a_module_is_found_under_a_longer_name_of_the_engine() -> None:
+    sent = SentTensors({}, ["visual.blocks.0.mlp.fc1.weight"])
+    assert sent.frozen("model.visual.blocks.0.mlp.fc1.weight")
 
 
 def test_under_other_names_of_modules_every_matrix_has_to_be_another() -> None:

@@ -48,9 +48,27 @@ def sent_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Engines have these from the student's own files.
     """
-    frozen = {id(p) for _, _, p in parameters_that_see(model) if not p.requires_grad}
-    names = {name for name, p in model.named_parameters() if id(p) in frozen}
+    names = _frozen_parameters(model)
     yield from ((name, one) for name, one in plain_state(model) if name not in names)
+
+
+def frozen_names(model: Any) -> tuple[str, ...]:
+    """The checkpoint names of what ``sent_state`` leaves out."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = _frozen_parameters(model)
+    empty = {
+        name: torch.empty(one.shape, device="meta")
+        for name, one in model.named_parameters()
+        if name in names
+    }
+    return tuple(revert_weight_conversion(model, empty)) if empty else ()
+
+
+def _frozen_parameters(model: Any) -> set[str]:
+    """The names of parameters of a tower and its projector that are not trained."""
+    frozen = {id(p) for _, _, p in parameters_that_see(model) if not p.requires_grad}
+    return {name for name, p in model.named_parameters() if id(p) in frozen}
 
 
 def _reverted(
