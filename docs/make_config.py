@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
+from annotated_types import Gt
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from async_opd.config.run_config import RunConfig
 
@@ -31,10 +32,14 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
 
 def type_name(annotation: Any) -> str:
     """The type, for people."""
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(map(type_name, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        inner, bound = get_args(annotation)[:2]
+        return type_name(inner) + (f" > {bound.gt}" if isinstance(bound, Gt) else "")
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     name = str(annotation) if get_args(annotation) else name
-    for old in ("typing.", "Annotated[int, Gt(gt=0)]"):
-        name = name.replace(old, "int > 0" if old.startswith("Ann") else "")
+    name = name.replace("typing.", "").replace("Annotated[int, Gt(gt=0)]", "int > 0")
     return name.replace("|", "or").replace("NoneType", "none").replace("None", "none")
 
 
@@ -44,7 +49,8 @@ def rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
         if sections(info.annotation):
             continue
         key = f"{prefix}{info.alias or name}"
-        default = "required" if info.default is PydanticUndefined else f"`{info.default!r}`"
+        value = info.get_default(call_default_factory=True)
+        default = "required" if info.is_required() else f"`{value!r}`"
         text = " ".join((info.description or "").split()).replace("|", "\\|")
         yield f"| `{key}` | {type_name(info.annotation)} | {default} | {text} |"
 

@@ -149,3 +149,12 @@ def test_what_a_gpu_has_shown_has_figures() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
     figures = text.partition("<!-- figures: begin -->")[2].partition("<!-- figures: end -->")[0]
     assert not shown or figures.strip(), f"docs/gpu.md has no figures, but of: {shown}"
+
+
+def test_keys_with_a_default_are_not_said_to_be_required() -> None:
+    (row,) = [
+        one
+        for one in (ROOT / "docs" / "config.md").read_text().splitlines()
+        if "`train.freeze`" in one
+    ]
+    assert row.split(" | ")[2] == "`[]`"

@@ -36,7 +36,7 @@ from async_opd.data.hub import with_cached_data
 from async_opd.files.remote import RemoteFile
 from async_opd.models.engine_args import Device
 from async_opd.models.hub import with_cached
-from async_opd.models.model_files import ModelError
+from async_opd.models.model_files import ModelError, is_hub_id
 from async_opd.queue.sizes import payloads, refused, traffic
 
 
@@ -218,6 +218,8 @@ def _memory(
             f"teachers.{name}.model": config.teacher_model(name) for name in config.teachers
         }
         key = next((key for key, model in keys.items() if model in error.message), "student.model")
+        if is_hub_id(keys[key]):  # it is downloaded when the run starts
+            return
         found.add(key, error.message, error.remedy)
         return
     for problem in problems:

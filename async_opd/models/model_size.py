@@ -103,10 +103,15 @@ class ModelSize:
 
     @classmethod
     def read(cls, model: str | Path) -> ModelSize:
-        """Of a local directory. ModelError if its files cannot be read."""
+        """Of a local directory. ModelError if it has no weights, or files that cannot be read."""
         path = Path(model)
+        if not path.is_dir():
+            raise ModelError(f"{path} is not on this machine", "download it first")
         try:
-            return cls.of(read_json(path / "config.json"), tensors_of(path))
+            size = cls.of(read_json(path / "config.json"), tensors_of(path))
+            if not size.floats + size.others:
+                raise ValueError("it has no tensor in *.safetensors")
+            return size
         except Exception as error:  # safetensors has an exception of its own, without a base
             message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error

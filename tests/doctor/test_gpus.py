@@ -45,3 +45,12 @@ def test_little_shared_memory_is_an_error_with_gpus_only(monkeypatch: pytest.Mon
         for device in DEVICES
     }
     assert faults == {"cpu": [], "cuda": [RESIZE]}
+
+
+def test_a_model_that_is_not_on_this_machine_is_not_planned_as_an_empty_one() -> None:
+    known = config("cluster.device=cuda", "cluster.gpu_memory_gib=80", "student.model=org/student")
+    unknown = list(memory(known, "cuda", 4))[-1]
+    assert (unknown.status, unknown.found) == (
+        "warning",
+        "unknown: org/student is not on this machine",
+    )
