@@ -16,7 +16,7 @@ from typing import Literal
 
 from async_opd.config.device_defaults import Recomputation
 from async_opd.memory.activations import Precision, layer_bytes, layer_gradients, products_bytes
-from async_opd.memory.tower import kept_of_tower, layer_of_tower
+from async_opd.memory.tower import kept_of_tower, layer_of_tower, pixels_of
 from async_opd.models.model_size import ModelSize
 
 MIB = 1 << 20
@@ -105,8 +105,8 @@ def peak(step: Step) -> Terms:
 def loss(step: Step) -> Terms:
     """While the head's gradient is computed."""
     compute, size = step.precision.compute, step.size
-    root = size.embeddings - (0 if size.tied else size.vocabulary)
-    gathered = compute * size.hidden * (root + (0 if size.tied else 2 * size.vocabulary))
+    heads = 0 if size.tied else 2 * size.vocabulary * size.hidden
+    gathered = compute * (_root(step) + heads)
     return {
         "activations": _activations_before_head(step),
         "logits": _logits(step),
@@ -125,18 +125,43 @@ def backward(step: Step) -> Terms:
     ):  # its gradients as head and as embedding, and their sum
         table = 12 * step.size.vocabulary * step.size.hidden
         phases.append({"activations": kept_activations(step, 0), "head's gradient": table})
-    if _seen(step):
-        phases.append(_seen(step, backward=True))
+    if step.size.tower and not (step.frozen or step.sees_still):
+        phases.append(_tower_backward(step))
     return max(phases, key=lambda terms: sum(terms.values()))
 
 
 def _seen(step: Step, backward: bool = False) -> Terms:
-    """What a trained tower keeps of images; ``backward``: in its own pass, with a layer of it."""
+    """Pixels, and what a trained tower keeps of them; ``backward``: in its pass, with a layer."""
     tower = step.size.tower
-    if tower is None or step.frozen or step.sees_still:
+    if tower is None:
         return {}
-    of = (tower, step.precision, step.recompute, step.tokens)
+    if step.frozen or step.sees_still:
+        return {"images": pixels_of(tower, step.tokens)}
+    still = step.still == tower.entries - tower.projector
+    of = (tower, step.precision, step.recompute, step.tokens, still)
     return {"images": kept_of_tower(*of) + (layer_of_tower(*of) if backward else 0)}
+
+
+def _tower_backward(step: Step) -> Terms:
+    """Of the tower's last layer; the embedding's gradient of the head waits for its other one."""
+    size, compute = step.size, step.precision.compute
+    found = _seen(step, backward=True)
+    waiting = size.vocabulary * size.hidden if size.tied else 0
+    if not step.sharded:
+        return found | {"head's gradient": 4 * waiting}
+    gathered = _root(step) + (2 * size.tower.block if size.tower else 0)
+    return found | {
+        "gathered parameters": compute * gathered,
+        "gathered gradients": compute * waiting,
+    }
+
+
+def _root(step: Step) -> int:
+    """Entries that FSDP gathers with the whole model: all outside of layers, but for the head."""
+    size = step.size
+    head = 0 if size.tied else size.vocabulary * size.hidden
+    outside = size.tower.outside if size.tower else 0
+    return size.hidden * size.embeddings - head + outside
 
 
 def _activations_before_head(step: Step) -> int:
@@ -155,12 +180,11 @@ def _head_backward(step: Step) -> Terms:
             step, one_layer=step.recompute != "none"
         )  # autocast has forgotten the others
         return found | {"head's gradient": 8 * head} | casts
-    root = size.hidden * size.embeddings - (0 if size.tied else head)
     shards = step.ranks // step.copies
     reduced = compute * head if size.tied else 4 * head // shards
     if not (size.tied or step.reduces_once):
         reduced += 4 * head
-    found["gathered parameters"] = compute * (root + size.block)
+    found["gathered parameters"] = compute * (_root(step) + size.block)
     return found | {"gathered gradients": compute * head + reduced}
 
 
@@ -228,10 +252,9 @@ def _gathered(step: Step, inner: bool) -> Terms:
     of a layer are those of its last matrix, before most of its activations are freed.
     """
     size, compute = step.size, step.precision.compute
-    head = size.vocabulary * size.hidden
-    root = size.hidden * size.embeddings - (0 if size.tied else head)
+    head, tied = size.vocabulary * size.hidden, compute * size.embeddings * size.hidden
     blocks = min(2, size.layers - inner)
-    found = {"gathered parameters": compute * (root + blocks * size.block)}
+    found = {"gathered parameters": compute * (_root(step) + blocks * size.block)}
     if step.frozen:
         return found
     done, now = (0 if size.tied else head), (size.block if inner else 0)
@@ -240,4 +263,4 @@ def _gathered(step: Step, inner: bool) -> Terms:
         reduced = 4 * (done + now) // (step.ranks // step.copies) - (4 * done if inner else 0)
     if step.recompute != "none" and not (step.reduces_once and compute == 4):
         reduced += compute * size.block // 2
-    return found | {"gathered gradients": reduced + (compute * root if size.tied else 0)}
+    return found | {"gathered gradients": reduced + (tied if size.tied else 0)}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ TABLES = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|lm_head|e
 FIRST_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.0\.")
 SEES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Names of a tower's tensors, and of what projects its states into the decoder's."""
-PROJECTS = re.compile(r"(projector|merger|connector|aligner)", re.IGNORECASE)
-"""In names of the latter (``trainer.vision.parts``)."""
+PROJECTS = re.compile(r".*?(projector|merger|connector|aligner)[^.]*(\.\d+)?", re.IGNORECASE)
+"""What names of the latter begin with, for each one (``trainer.vision.parts``)."""
 
 Tensor = tuple[str, tuple[int, ...], str]
 """Name, shape and stored type."""
@@ -42,8 +43,11 @@ Tensor = tuple[str, tuple[int, ...], str]
 class Tower:
     """What sees, with ``entries`` of which its ``projector`` has some.
 
-    ``hidden`` and ``inner`` are the widths of its ``layers``. A patch is ``patch`` numbers;
-    ``merged`` patches are a token of the decoder.
+    ``hidden`` and ``inner`` are the widths of its ``layers``, of ``block`` entries each; ``gated``:
+    their feed-forward part has two input matrices, and their norms are RMSNorms. A patch is
+    ``patch`` numbers; ``merged`` patches are a token of the decoder. For each patch the products of
+    all projectors take, and all but the last of each give, ``projected`` numbers; ``projections``
+    of them have a norm.
     """
 
     entries: int
@@ -53,12 +57,21 @@ class Tower:
     patch: int
     merged: int
     projector: int = 0
+    projected: int = 0
+    projections: int = 0
+    gated: bool = False
+    block: int = 0
+
+    @property
+    def outside(self) -> int:
+        """Entries outside of its layers: of patches, positions, norms and projectors."""
+        return self.entries - self.layers * self.block
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], entries: int, projector: int = 0) -> Tower | None:
-        """By a config.json; None for a model that does not see. TypeError, ValueError."""
+    def of(cls, config: Mapping[str, Any], tensors: Sequence[Tensor]) -> Tower | None:
+        """By a config.json and the tensors that see; None without any. TypeError, ValueError."""
         given = config.get("vision_config")
-        if not isinstance(given, Mapping) or not entries:
+        if not isinstance(given, Mapping) or not tensors:
             return None
         hidden, side = _number(given, "hidden_size"), _number(given, "patch_size") or 14
         patch = 3 * side * side * max(_number(given, "temporal_patch_size"), 1)
@@ -67,7 +80,24 @@ class Tower:
             merged = max((_number(given, "image_size") // side) ** 2 // tokens, 1)
         inner = _number(given, "intermediate_size") or 4 * hidden
         layers = _number(given, "depth", "num_hidden_layers")
-        return cls(entries, hidden, inner, layers, patch, merged, projector)
+        projectors: dict[str, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            if found := PROJECTS.match(tensor[0]):
+                projectors[found[0]].append(tensor)
+        of_projectors = [tensor for group in projectors.values() for tensor in group]
+        return cls(
+            _entries(tensors),
+            hidden,
+            inner,
+            layers,
+            patch,
+            merged,
+            projector=_entries(of_projectors),
+            projected=sum(map(_projected, projectors.values())) // merged,
+            projections=sum(any(map(_is_norm, group)) for group in projectors.values()),
+            gated=any("gate_proj" in name for name, *_ in tensors),
+            block=_entries(one for one in tensors if LAYER.search(one[0])) // max(layers, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -126,8 +156,7 @@ class ModelSize:
             for _, shape, kind in tensors
             if kind not in FLOATS
         )
-        seeing = {name: math.prod(shape) for name, shape, _ in tensors if SEES.search(name)}
-        projector = sum(entries for name, entries in seeing.items() if PROJECTS.search(name))
+        seeing = [one for one in tensors if SEES.search(one[0])]
         tensors = [one for one in tensors if not SEES.search(one[0])]
         first = {FIRST_LAYER.split(name)[-1] for name, *_ in tensors if FIRST_LAYER.search(name)}
         given = text_settings(config)
@@ -159,7 +188,7 @@ class ModelSize:
             experts=experts,
             active=_number(given, "num_experts_per_tok") if experts else 0,
             recomputable=given.get("model_type") not in NOT_RECOMPUTED,
-            tower=Tower.of(config, sum(seeing.values()), projector),
+            tower=Tower.of(config, seeing),
         )
 
     @property
@@ -180,6 +209,22 @@ class ModelSize:
     def engine_bytes(self, dtype: str) -> int:
         """Bytes of its weights in an engine that computes in ``dtype``."""
         return self.floats * (4 if dtype == "float32" else 2) + self.others
+
+
+def _entries(tensors: Iterable[Tensor]) -> int:
+    return sum(math.prod(shape) for _, shape, _ in tensors)
+
+
+def _projected(tensors: Sequence[Tensor]) -> int:
+    """Numbers that the products of a projector take, and all but the last one give."""
+    matrices = [shape for _, shape, _ in sorted(tensors) if len(shape) == 2]
+    return sum(shape[1] for shape in matrices) + sum(shape[0] for shape in matrices[:-1])
+
+
+def _is_norm(tensor: Tensor) -> bool:
+    """Whether it is a norm's weight: ``norm.weight``, and ``ln_q.weight`` of Qwen2.5-VL."""
+    name, shape, _ = tensor
+    return len(shape) == 1 and bool(re.search(r"(norm|ln_q)\.weight$", name))
 
 
 def _number(settings: Mapping[str, Any], *names: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from async_opd.config.device_defaults import Recomputation
 from async_opd.config.load import load_config
 from async_opd.media.engine_prompts import KEPT_BYTES
 from async_opd.memory.activations import Precision
@@ -15,6 +17,9 @@ from async_opd.memory.pools import Machine, pool_memory
 from async_opd.memory.step import Step, backward, loss, peak, states
 from async_opd.memory.tower import kept_of_tower, layer_of_tower
 from async_opd.models.model_size import ModelSize, Tower
+from tests.trainer.vision.seeing import folder_of
+from trainer.layers.recomputation import recompute_activations
+from trainer.vision.parts import freeze
 
 MODEL = Path(__file__).parents[2] / "examples" / "vision" / "models" / "student"
 IMAGES = 64
@@ -32,16 +37,30 @@ def tower_of_the_example() -> Tower:
     return found
 
 
-@pytest.fixture(scope="module")
-def kept() -> int:
-    """Bytes of different tensors that a forward pass of the example's tower leaves."""
+def kept(folder: Path, half: bool, recompute: Recomputation, still: bool) -> tuple[int, int]:
+    """Bytes of the pixels and of what a forward pass leaves beside; tokens of the images.
+
+    ``still``: the tower is frozen.
+    """
     from transformers import AutoModelForImageTextToText
 
-    tower: Any = AutoModelForImageTextToText.from_pretrained(
-        MODEL, dtype=torch.float32
-    ).model.visual
-    own = {weight.untyped_storage().data_ptr() for weight in tower.parameters()}
-    found: dict[int, Any] = {}
+    dtype = torch.bfloat16 if half else torch.float32
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
+    if still:
+        freeze(model, ["vision_tower"])
+    if recompute != "none":
+        recompute_activations(model, recompute)
+    tower = ModelSize.read(folder).tower
+    assert tower is not None
+    patches = IMAGES * GRID * GRID
+    shape = (patches, tower.patch)
+    given: dict[str, Any] = {"image_grid_thw": torch.tensor([[1, GRID, GRID]] * IMAGES)}
+    if model.config.model_type == "llava":  # its tower takes whole images
+        side = model.config.vision_config.patch_size * GRID
+        shape, given = (IMAGES, 3, side, side), {}
+    pixels = torch.rand(shape)
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    found = {pixels.untyped_storage().data_ptr(): pixels.untyped_storage()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -49,11 +68,9 @@ def kept() -> int:
             found[storage.data_ptr()] = storage
         return tensor
 
-    pixels = torch.rand(IMAGES * GRID * GRID, tower_of_the_example().patch)
-    grid = torch.tensor([[1, GRID, GRID]] * IMAGES)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        tower(pixels, grid_thw=grid)
-    return sum(storage.nbytes() for storage in found.values())
+        model.model.get_image_features(pixels if given else pixels.to(dtype), **given)
+    return sum(storage.nbytes() for storage in found.values()), patches // tower.merged
 
 
 def test_the_towers_shape_is_read_from_config_and_weights() -> None:
@@ -65,11 +82,34 @@ def test_the_towers_shape_is_read_from_config_and_weights() -> None:
     assert size.block == decoder // size.layers
 
 
-def test_what_autograd_keeps_is_planned_to_a_third(kept: int) -> None:
-    tower = tower_of_the_example()
-    tokens = IMAGES * GRID * GRID // tower.merged
-    planned = kept_of_tower(tower, Precision(4, 4), "none", tokens)
-    assert planned == pytest.approx(kept, rel=1 / 3)
+@pytest.mark.parametrize(
+    ("recompute", "still"),
+    [("none", False), ("full", False), ("none", True)],
+    ids=["none", "full", "frozen below its projector"],
+)
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["example", "qwen3_vl", "qwen2_5_vl", "llava"])
+def test_what_autograd_keeps_is_planned_to_a_tenth(
+    family: str, half: bool, recompute: Recomputation, still: bool
+) -> None:
+    folder = MODEL if family == "example" else folder_of(family)
+    nbytes, tokens = kept(folder, half, recompute, still)
+    tower, precision = ModelSize.read(folder).tower, Precision(2, 2) if half else Precision(4, 4)
+    assert tower is not None
+    assert kept_of_tower(tower, precision, recompute, tokens, still) == pytest.approx(
+        nbytes, rel=0.1
+    )
+
+
+def test_results_of_products_are_kept_if_others_are_computed_again() -> None:
+    """Of a patch in bfloat16, once with a gate: x, q, k, v, result, output, MLP."""
+    tower = Tower(0, 64, 256, 1, 0, 1)
+    plain, gated = (
+        kept_of_tower(replace(tower, gated=gate), Precision(2, 2), "selective", 1)
+        for gate in (False, True)
+    )
+    assert plain == 2 * (64 + 6 * 64 + 256)
+    assert gated == 2 * (64 + 6 * 64 + 2 * 256)
 
 
 def test_the_more_is_computed_again_the_less_is_kept_of_images() -> None:
@@ -91,12 +131,22 @@ def test_images_are_in_the_peak_of_a_student_that_sees_and_in_no_others() -> Non
     assert not any("images" in of(blind) for of in (loss, backward))
 
 
-def test_a_frozen_tower_has_neither_moments_nor_activations_that_are_kept() -> None:
+def test_a_frozen_tower_has_no_moments_and_of_images_their_pixels_only() -> None:
     trained, frozen = Step(SIZE), Step(SIZE, still=TOWER.entries, sees_still=True)
     saved = states(trained)["moments"] - states(frozen)["moments"]
     assert saved == 8 * TOWER.entries
     assert states(trained)["parameters"] - states(frozen)["parameters"] == 2 * TOWER.entries
-    assert "images" not in peak(frozen)
+    assert peak(frozen)["images"] == 4 * TOWER.patch * TOWER.merged * frozen.tokens
+
+
+def test_all_outside_of_the_towers_layers_is_gathered_with_the_root() -> None:
+    whole = replace(TOWER, block=TOWER.entries // TOWER.layers)
+    some = replace(TOWER, block=(TOWER.entries - 1_000_000) // TOWER.layers)
+    gathered = [
+        loss(Step(replace(SIZE, tower=tower), ranks=2))["gathered parameters"]
+        for tower in (whole, some)
+    ]
+    assert gathered[1] - gathered[0] == 2 * (some.outside - whole.outside)
 
 
 def test_the_projectors_entries_are_told_apart() -> None:
