@@ -49,7 +49,7 @@ class Tenant:
         return "train" if self.name == "train" else f"{self.name}.engine.gpu_memory_utilization"
 
 
-def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.read) -> int:
+def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.of_weights) -> int:
     """Bytes of each of the pool's GPUs that are not its engine's to take.
 
     They are its own context, and what all others keep there while it works.
@@ -61,7 +61,7 @@ def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.read) -> int:
 
 
 def faults(
-    config: RunConfig, total: int, sizes: Sizes = ModelSize.read
+    config: RunConfig, total: int, sizes: Sizes = ModelSize.of_weights
 ) -> Iterator[tuple[str, str, str]]:
     """What cannot fit GPUs of ``total`` bytes that several pools share: (key, fault, remedy)."""
     for host in sorted({pool.shares for pool in pools(config) if pool.shares}):

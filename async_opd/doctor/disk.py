@@ -65,7 +65,7 @@ def _needed(config: RunConfig) -> tuple[int, str]:
     """Bytes of a run's large files, with the terms. ModelError for a student of the hub."""
     if not os.path.isdir(config.student.model):
         raise ModelError("the student's files are not on this machine", "download it first")
-    parameters = ModelSize.read(config.student.model).floats
+    parameters = ModelSize.of_weights(config.student.model).floats
     settings, log = config.checkpoint, config.log
     kept = settings.keep + 1 + (settings.keep_best is not None)
     kept += 2 * (config.guardrail.mode == "roll_back")

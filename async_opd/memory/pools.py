@@ -60,7 +60,7 @@ class Machine:
 
     device: Device
     total: int | None = None
-    sizes: Sizes = ModelSize.read
+    sizes: Sizes = ModelSize.of_weights
     host: int | None = None
     gpus: int | None = None
 

@@ -133,18 +133,21 @@ class ModelSize:
 
     @classmethod
     def read(cls, model: str | Path) -> ModelSize:
-        """Of a local directory. ModelError if it has no weights, or files that cannot be read."""
+        """Of a local directory, also without weights. ModelError for files that cannot be read."""
         path = Path(model)
-        if not path.is_dir():
-            raise ModelError(f"{path} is not on this machine", "download it first")
         try:
-            size = cls.of(read_json(path / "config.json"), tensors_of(path))
-            if not size.floats + size.others:
-                raise ValueError("it has no tensor in *.safetensors")
-            return size
+            return cls.of(read_json(path / "config.json"), tensors_of(path))
         except Exception as error:  # safetensors has an exception of its own, without a base
             message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error
+
+    @classmethod
+    def of_weights(cls, model: str | Path) -> ModelSize:
+        """``read``, of a model whose weights are on this machine. ModelError if they are not."""
+        size = cls.read(model)
+        if not size.floats + size.others:
+            raise ModelError(f"the weights of {model} are not on this machine", "download it first")
+        return size
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Iterable[Tensor]) -> ModelSize:

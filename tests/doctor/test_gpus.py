@@ -52,5 +52,5 @@ def test_a_model_that_is_not_on_this_machine_is_not_planned_as_an_empty_one() ->
     unknown = list(memory(known, "cuda", 4))[-1]
     assert (unknown.status, unknown.found) == (
         "warning",
-        "unknown: org/student is not on this machine",
+        "unknown: the weights of org/student are not on this machine",
     )
