@@ -30,6 +30,7 @@ LOGS = "ray_logs"
 """Folder in the directory of a run."""
 WORKER_LOGS = "worker-*"
 """Logs of the run's own processes: engines, stages, ranks."""
+FAILED_CHECK = "Check failed: "
 LOG_BYTES = 1 << 20
 MAX_LOGS = 200
 
@@ -44,6 +45,10 @@ class RayFolder:
     def session(self) -> Path:
         """Ray's temporary directory, which Ray opens to all users that can enter ``path``."""
         return self.path / "ray"
+
+    @property
+    def _logs(self) -> Path:
+        return self.session / "session_latest" / "logs"
 
     @property
     def token(self) -> Path:
@@ -85,10 +90,19 @@ class RayFolder:
                 file.seek(copied := copy.tell())
                 copy.write(file.read(max(LOG_BYTES - copied, 0)))
 
+    def raylet_error(self) -> str:
+        """Which of its checks the raylet has ended with, in its own words; empty if with none."""
+        log = self._logs / "raylet.err"
+        with suppress(OSError), open(log, errors="replace", opener=regular_file) as file:
+            for line in file.read(LOG_BYTES).splitlines():
+                if FAILED_CHECK in line:
+                    return line.partition(FAILED_CHECK)[2].strip()
+        return ""
+
     def _newest(self, pattern: str) -> list[Path]:
         """The logs that were written to last, MAX_LOGS at most."""
         times = list[tuple[float, Path]]()
-        for log in (self.session / "session_latest" / "logs").glob(pattern):
+        for log in self._logs.glob(pattern):
             with suppress(OSError):  # a link to nothing
                 times.append((log.stat(follow_symlinks=False).st_mtime, log))
         return [log for _, log in sorted(times)[-MAX_LOGS:]]

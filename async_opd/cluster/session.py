@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from time import monotonic
 from typing import Any
 
 import ray
@@ -30,9 +31,11 @@ from async_opd.processes.reaper import ProcessReaper, process_reaper
 MESSAGES = "ray_messages.log"
 """In the run directory: what Ray says to its driver."""
 STARTS = 3
-"""How often a local cluster is started at most."""
+"""How often a local cluster is started at most, for another reason than a slow agent."""
 TOO_SLOW = "timed out during startup"
 """What Ray's error says where its processes were too slow: it has no class of its own."""
+SLOW_AGENT = "Timed out waiting for file"
+"""What the raylet says where its agent was: the file is to hold the agent's port."""
 STREAM_S = 2.0
 """Seconds between two looks at what workers have written."""
 
@@ -70,15 +73,18 @@ async def _started(
 ) -> tuple[RayFolder | None, ProcessReaper | None]:
     """Starts or joins the cluster; ``stack`` gets what has to be left at its end.
 
-    A local cluster that is too slow is started anew: its processes wait 15 s for each other, which
-    no setting changes (ray-project/ray issue 65983), and are faster once their files were read.
+    A local cluster that is too slow is started anew. Its raylet waits 15 s for its agent, which no
+    setting changes (ray-project/ray issue 65983); an overloaded machine can be too slow for that
+    during minutes, so that such starts go on while one more fits into ``engine_start_s``.
     """
     address = config.cluster.address or "local"
     if address != "local":
         async with _logs_kept(config, None):
             await _start(config, address, None)
         return None, None
-    for left in reversed(range(STARTS)):
+    first, starts = monotonic(), 0
+    while True:
+        begun, starts = monotonic(), starts + 1
         with ExitStack() as attempt:
             folder = attempt.enter_context(ray_folder())
             ours = attempt.enter_context(process_reaper(folder.path))
@@ -87,13 +93,14 @@ async def _started(
                     await _start(config, address, folder)
             except _TooSlow as error:
                 await asyncio.to_thread(ours.kill_all)
-                if not left:
+                now = monotonic()
+                fits = now - first + (now - begun) < config.timeouts.engine_start_s
+                if not (fits if SLOW_AGENT in error.cause else starts < STARTS):
                     raise
                 write_stderr(indented(f"Ray is started again: {error.cause}"))
             else:
                 stack.push(attempt.pop_all())
                 return folder, ours
-    raise AssertionError("the last attempt has raised")
 
 
 class _TooSlow(StageError):
@@ -186,7 +193,8 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
             )
     except Exception as error:
         if TOO_SLOW in str(error):
-            cause = f"Ray's processes did not start in time: {error}"
+            said = folder.raylet_error() if folder is not None else ""
+            cause = f"Ray's processes did not start in time: {said or error}"
             raise _TooSlow("cluster", cause, "is the machine overloaded? See ray_logs/") from error
         if not isinstance(error, (ConnectionError, RuntimeError, TimeoutError)):
             raise
