@@ -38,6 +38,7 @@ from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.optimizer import adamw
 from trainer.rank import Rank
+from trainer.recording.recorder import Recorder
 from trainer.student.attention_probe import platform_of
 from trainer.student.loading import set_attention
 from trainer.student.loss_module import StudentLoss
@@ -104,9 +105,13 @@ class Packing:
         self.computed = 0
         model = student()
         set_attention(model, "auto", platform_of(CPU, half=False))  # as ``build_rank`` does
-        rank = Rank(model, build_objective(ForwardKLConfig()), TRAIN, CPU)
-        rank.model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._learner = Learner(rank)
+        self._rank = Rank(model, build_objective(ForwardKLConfig()), TRAIN, CPU)
+        self._rank.model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._learner = Learner(self._rank)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Steps from here on are recorded, or not."""
+        self._rank.recorder = recorder
 
     def step(self, samples: Sequence[Sample]) -> float:
         """See Step."""
