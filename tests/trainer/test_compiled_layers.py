@@ -32,7 +32,7 @@ from trainer.student.sharding import full_tensor, join_mesh
 
 pytestmark = pytest.mark.slow
 
-CPU, RANKS = torch.device("cpu"), 2
+CPU = torch.device("cpu")
 TRACED = "aot_eager"
 CASES: dict[str, dict[str, Any]] = {
     "all kept": {},
@@ -117,21 +117,21 @@ class Restarted(Follower):
 
 
 def on_ranks(
-    cases: list[str], backend: str, file: Path, replicate: int = 1
+    cases: list[str], backend: str, file: Path, ranks: int = 2, replicate: int = 1
 ) -> dict[str, tuple[Seen, list[str]]]:
-    """What two ranks that share the student, or have a copy each, found by case."""
+    """What ranks that share the student, or so many copies of it, found by case."""
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
         assert spec is not None
         mesh, found = join_mesh(spec, CPU, replicate), {}
         for name in cases:
-            begun = rank_group.dispatch("begin", [(name, backend)])
+            begun = rank_group.dispatch("begin", [(name, backend)] * (ranks - 1))
             rank = rank_of(name, backend, mesh)
             begun()
             found[name] = found_by(rank, rank_group)
         torch.save(found, file)
 
-    in_processes(RANKS, lead, lambda spec: Restarted(join_mesh(spec, CPU, replicate)), 500)
+    in_processes(ranks, lead, lambda spec: Restarted(join_mesh(spec, CPU, replicate)), 500)
     return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
 
 
@@ -159,10 +159,11 @@ def test_inductors_kernels_have_them_on_one_rank_and_on_two(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_two_copies_with_compiled_layers_have_those_of_one_with_eager_ones(tmp_path: Path) -> None:
-    [(found, notes)] = on_ranks(["all kept"], TRACED, tmp_path / "found.pt", 2).values()
-    assert close(found, found_by(rank_of())[0])
-    assert notes == []
+def test_two_copies_on_two_ranks_each_have_those_of_one_with_eager_layers(tmp_path: Path) -> None:
+    cases = ["all kept", "parameters in host memory"]
+    for name, (found, notes) in on_ranks(cases, TRACED, tmp_path / "found.pt", 4, 2).items():
+        assert close(found, found_by(rank_of(name))[0]), name
+        assert notes == []
 
 
 @pytest.mark.long

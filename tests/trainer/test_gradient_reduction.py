@@ -1,4 +1,4 @@
-"""Two ranks that reduce their gradients once a step: the same gradients, and fewer messages."""
+"""Ranks that reduce their gradients once a step: the same gradients, and fewer messages."""
 
 from __future__ import annotations
 
@@ -36,19 +36,32 @@ def micro_batch(samples: Sequence[Sample], weight: float = 0.1) -> MicroBatch:
     return MicroBatch(tuple(samples), tuple(TokenWeight(weight) for _ in samples), weight > 0)
 
 
-EVEN = (
-    [micro_batch(SAMPLES[:2]), micro_batch(SAMPLES[2:3])],
-    [micro_batch(SAMPLES[3:4]), micro_batch(SAMPLES[4:])],
-)
-UNEVEN = (
-    [micro_batch(SAMPLES[:2]), micro_batch(SAMPLES[2:3]), micro_batch(SAMPLES[3:])],
-    [micro_batch(SAMPLES[:1], 0.0)] * 3,  # it only keeps the rank in step
-)
+IN_STEP = micro_batch(SAMPLES[:1], 0.0)
+"""It only keeps a rank in step with the others."""
+EVEN = {
+    2: (
+        [micro_batch(SAMPLES[:2]), micro_batch(SAMPLES[2:3])],
+        [micro_batch(SAMPLES[3:4]), micro_batch(SAMPLES[4:])],
+    ),
+    4: (
+        [micro_batch(SAMPLES[:1]), micro_batch(SAMPLES[1:2])],
+        [micro_batch(SAMPLES[2:3]), IN_STEP],
+        [micro_batch(SAMPLES[3:4]), IN_STEP],
+        [micro_batch(SAMPLES[4:]), IN_STEP],
+    ),
+}
+UNEVEN = {
+    ranks: (
+        [micro_batch(SAMPLES[:2]), micro_batch(SAMPLES[2:3]), micro_batch(SAMPLES[3:])],
+        *[[IN_STEP] * 3] * (ranks - 1),
+    )
+    for ranks in EVEN
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """How two ranks train, and what each of them computes in a step."""
+    """How ranks train, and what each of them computes in a step."""
 
     when: When
     dtype: Dtype
@@ -85,7 +98,7 @@ def of_this_rank(spec: RankSpec) -> dict[Case, tuple[list[Any], int]]:
     setattr(torch.distributed, name, counting)
     found = {}
     for case in CASES:
-        step = (EVEN if case.even else UNEVEN)[spec.rank]
+        step = (EVEN if case.even else UNEVEN)[spec.ranks][spec.rank]
         rank = rank_of(mesh, case.when, case.dtype)
         rank.backward(step)  # what it leaves must not reach the next step
         rank.apply(None)
@@ -94,8 +107,8 @@ def of_this_rank(spec: RankSpec) -> dict[Case, tuple[list[Any], int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[Case, tuple[list[torch.Tensor], int]]:
+@pytest.fixture(scope="module", params=EVEN)
+def found(request: pytest.FixtureRequest) -> dict[Case, tuple[list[torch.Tensor], int]]:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> Any:
         assert spec is not None
         return of_this_rank(spec)
@@ -104,7 +117,7 @@ def found() -> dict[Case, tuple[list[torch.Tensor], int]]:
         of_this_rank(spec)
         return Follower(rank_of(None, "auto", "float32"))
 
-    seen = in_processes(2, lead, follow, 120)
+    seen = in_processes(request.param, lead, follow, 120)
     return {
         case: ([torch.from_numpy(g) for g in made], sent) for case, (made, sent) in seen.items()
     }

@@ -1,4 +1,4 @@
-"""Mixtures of experts in transformers' own form: one rank and two train them alike."""
+"""Mixtures of experts in transformers' own form: one rank and several train them alike."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trainer.rank_spec import RankSpec
 from trainer.student.check import check_rank, check_student
 from trainer.student.sharding import join_mesh
 
-RANKS, CPU = 2, torch.device("cpu")
+CPU = torch.device("cpu")
 BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 0, 7, 2])]
 
 
 def mixture(**settings: Any) -> Any:
-    """A Qwen3-MoE with a dense layer and one of three experts, which two ranks divide unequally."""
+    """A Qwen3-MoE with a dense layer and one of three experts, which ranks divide unequally."""
     sizes = {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
     return made(
         "Qwen3Moe", head_dim=16, mlp_only_layers=[0], norm_topk_prob=True, **sizes, **settings
@@ -53,7 +53,10 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_a_mixture_as_one_does(alone: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_ranks_train_a_mixture_as_one_does(
+    ranks: int, alone: dict[str, Any], tmp_path: Path
+) -> None:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
         rank = rank_of(spec)
         check_rank(rank, check_student(mixture()))
@@ -64,11 +67,11 @@ def test_two_ranks_train_a_mixture_as_one_does(alone: dict[str, Any], tmp_path: 
         check_rank(rank, check_student(mixture()))
         return Follower(rank)
 
-    in_processes(RANKS, lead, follow, 120)
+    in_processes(ranks, lead, follow, 120)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
-    for two, one in zip(found["metrics"], alone["metrics"], strict=True):
-        assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-4)
-        assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)
+    for several, one in zip(found["metrics"], alone["metrics"], strict=True):
+        assert several["loss/total"] == pytest.approx(one["loss/total"], rel=1e-4)
+        assert several["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)
     assert found["weights"].keys() == alone["weights"].keys()
     for name, weight in alone["weights"].items():
         assert torch.allclose(found["weights"][name], weight, atol=1e-5), name

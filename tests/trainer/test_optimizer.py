@@ -252,9 +252,15 @@ def moments(request: pytest.FixtureRequest) -> Moments:
     return kind
 
 
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> int:
+    number: int = request.param
+    return number
+
+
 @pytest.fixture(scope="module")
-def of_two_ranks(moments: Moments, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Losses of three steps on two ranks; the state before the last one, and after it."""
+def of_ranks(moments: Moments, ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses of three steps on several ranks; the state before the last one, and after it."""
     file = tmp_path_factory.mktemp("optimizer") / "found.pt"
     objective, train = build_objective(ForwardKLConfig()), train_with(moments)
 
@@ -277,23 +283,25 @@ def of_two_ranks(moments: Moments, tmp_path_factory: pytest.TempPathFactory) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.optimizer.compiled_update", lambda device: UPDATE)
-        in_processes(2, lead, lambda spec: Follower(rank_of(spec)), 120)
+        in_processes(ranks, lead, lambda spec: Follower(rank_of(spec)), 120)
     return torch.load(file, weights_only=True)
 
 
-def test_two_ranks_take_the_steps_of_one(of_two_ranks: Any, moments: Moments) -> None:
+def test_several_ranks_take_the_steps_of_one(of_ranks: Any, moments: Moments) -> None:
     alone = learner(moments)
     expected = [alone.train_batch(BATCH).metrics["loss/total"] for _ in range(3)]
-    assert expected == pytest.approx(of_two_ranks[0], rel=1e-3)
+    assert expected == pytest.approx(of_ranks[0], rel=1e-3)
 
 
-def test_one_rank_goes_on_from_the_moments_of_two(of_two_ranks: Any, moments: Moments) -> None:
-    _, state, last = of_two_ranks
+def test_one_rank_goes_on_from_the_moments_of_several(
+    of_ranks: Any, ranks: int, moments: Moments
+) -> None:
+    _, state, last = of_ranks
     alone = learner(moments, seed=7)
     restore(alone, 2, state)
     kept = state_of(alone)
     assert all(torch.equal(tensor, state[name]) for name, tensor in kept.items())
-    assert state.keys() - kept.keys() == {"rng/1/cpu"}
+    assert state.keys() - kept.keys() == {f"rng/{rank}/cpu" for rank in range(1, ranks)}
     alone.train_batch(BATCH)
     name = "model/model.layers.1.mlp.up_proj.weight"
     assert torch.allclose(state_of(alone)[name], last[name], atol=1e-3)

@@ -1,4 +1,4 @@
-"""Sharded students that see: two gloo processes, of which one has no image, and one process."""
+"""Sharded students that see: gloo processes, of which some have no image, and one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest.importorskip("torchvision")
 pytestmark = pytest.mark.slow
 
 SHOWN = [[[0, 1], []], [[], []], [[], [], []], [[], [2]]]
-"""Images of the samples of four micro-batches; rank 0 has the first two."""
+"""Images of the samples of four micro-batches, which the ranks divide in this order."""
 LONGEST = 700
 CASES: dict[str, dict[str, Any]] = {
     "trained": {},
@@ -56,16 +56,17 @@ def made(family: str, case: dict[str, Any]) -> Any:
     return model
 
 
-def of_rank(family: str, rank: int) -> list[dict[str, torch.Tensor]]:
+def of_rank(family: str, ranks: int, rank: int) -> list[dict[str, torch.Tensor]]:
     """Of each case the whole gradients; then whole weights and the held row with an image."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh, found = init_device_mesh("cpu", (2,)), []
+    mesh, found = init_device_mesh("cpu", (ranks,)), []
     for case in CASES.values():
         model = made(family, case)
         reduce = case.get("reduce_gradients", "step")
         one = rank_of(model, family, mesh, reduce_gradients=reduce)
-        one.backward(micro_batches(family)[2 * rank : 2 * rank + 2])
+        own = len(SHOWN) // ranks
+        one.backward(micro_batches(family)[own * rank : own * (rank + 1)])
         found.append({name: grad.full_tensor() for name, grad in gradients(model).items()})
     found.append(dict(named_weights(model, torch.float32)))
     found.append({"held": held_logprobs(one)})
@@ -79,22 +80,23 @@ def held_logprobs(rank: Rank) -> torch.Tensor:
     return torch.from_numpy(rank.reference(rows).logprobs[-1])
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_without_an_image_stay_in_step_with_those_that_have_one(
-    family: str, tmp_path: Path
+    family: str, ranks: int, tmp_path: Path
 ) -> None:
     micro_batches(family), student_of(family)  # files that both processes read
-    first, second = spread(2, partial(of_rank, family), tmp_path)
+    of_all = spread(ranks, partial(of_rank, family, ranks), tmp_path)
     for index, case in enumerate(CASES.values()):
         alone = made(family, case)
         rank_of(alone, family).backward(micro_batches(family))
         expected = gradients(alone)
-        for found in (first[index], second[index]):
+        for found in (one[index] for one in of_all):
             assert found.keys() == expected.keys()
             one, other = (torch.cat([g[n].flatten() for n in expected]) for g in (found, expected))
             assert (one - other).norm() < 1e-4 * other.norm()
     weights = dict(named_weights(alone, torch.float32))
-    assert weights.keys() == first[-2].keys()
+    assert weights.keys() == of_all[0][-2].keys()
     held = held_logprobs(rank_of(alone, family))
-    for found in (first[-1], second[-1]):
+    for found in (one[-1] for one in of_all):
         assert torch.allclose(found["held"], held, atol=1e-5)
