@@ -22,7 +22,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
     whole = ("train.steps=200", "async.sync_steps=4", "eval.max_prompts=null", "eval.every=0")
     exact = ("train.export_dtype=float32", "log.wandb=off")
     directory = tmp_path_factory.mktemp("runs") / "lora"
-    return Running(directory, *whole, *exact, example=EXAMPLE).end(900)
+    return Running(directory, *whole, *exact, example=EXAMPLE).end(1800)
 
 
 def test_it_learns_what_a_run_of_all_weights_learns(done: Run) -> None:
