@@ -39,14 +39,11 @@ def _loss(draft: Draft) -> None:
     kind = draft.take("loss_fn.kl_type", default="mixed")
     zero = draft.take("loss_fn.zero_outside_topk", default=False)
     weight = draft.number("loss_fn.mixed_kl_weight", default=0.5)
-    ours = {"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "reverse_kl"}
+    ours = {"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "mixed_kl"}
     draft.ours["loss.kind"] = ours.get(str(kind), "reverse_kl")
     draft.ours["loss.support"], draft.ours["loss.tail"] = "teacher_topk", "renormalize"
     if kind == "mixed":
-        draft.differs.append(
-            f"loss_fn.kl_type: mixed is {weight:g} forward + {1 - weight:g} reverse KL, which "
-            "no objective here is: reverse_kl is written, jsd is the other choice"
-        )
+        draft.ours["loss.forward_weight"] = weight
     if zero:
         draft.differs.append(
             "loss_fn.zero_outside_topk sets the teacher to exp(-100) outside of its top-k there; "

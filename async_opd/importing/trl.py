@@ -144,6 +144,9 @@ def _loss(draft: Draft, kind: str, own: dict[str, Any]) -> None:
     if top == 0:
         draft.ours["loss.support"] = "full_vocab"
         return
+    if beta == top == 1 and mode == "sampled" and tail and kind == "DistillationConfig":
+        draft.ours.update({"loss.kind": "binary_kl", "loss.importance": "off"})
+        return
     draft.ours["loss.support"] = "student_topk" if beta == 1 else "teacher_topk"
     draft.ours.update({"loss.top_k": top, "loss.tail": "bucket" if tail else "renormalize"})
     if kind == "AsyncDistillationConfig":
@@ -153,7 +156,7 @@ def _loss(draft: Draft, kind: str, own: dict[str, Any]) -> None:
     elif beta == 1 and top == 1 and mode == "sampled":
         draft.differs.append(
             "reverse_kl_top_1_mode: sampled takes the sampled token as the support there; here it "
-            "is the student's most probable one. k1 is the estimator from the sampled token"
+            "is the student's most probable one"
         )
 
 

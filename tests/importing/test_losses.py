@@ -38,8 +38,9 @@ def asyncopd(mode: str) -> str:
     return f"model: {{path: s}}\nteacher: {{path: t}}\nalgorithm: {{opd: {{kl_loss_mode: {mode}}}}}"
 
 
-def nemo_rl(kind: str) -> str:
-    loss = f"loss_fn: {{kl_type: {kind}, zero_outside_topk: false}}"
+def nemo_rl(kind: str, weight: float = 0.5) -> str:
+    mixed = f"mixed_kl_weight: {weight}"
+    loss = f"loss_fn: {{kl_type: {kind}, {mixed}, zero_outside_topk: false}}"
     return f"policy: {{model_name: s}}\nteacher: {{model_name: t}}\n{loss}"
 
 
@@ -60,6 +61,8 @@ FILES = [
     ("multi_sample_forward", "asyncopd_dense_forward.yaml"),
     ("nemo_rl_reverse", "nemo_rl_noncolocated.yaml"),
     ("nemo_rl_reverse", "nemo_rl_long.yaml"),
+    ("nemo_rl_mixed", "nemo_rl_math.yaml"),
+    ("trl_reverse_sampled", "trl_distillation_lora.sh"),
 ]
 TEXTS = [
     ("verl_k2", verl("k2")),
@@ -77,6 +80,7 @@ TEXTS = [
     ("reverse_topk", asyncopd("reverse_kl")),
     ("multi_sample_forward", asyncopd("multi_sample_forward_kl")),
     ("nemo_rl_forward", nemo_rl("forward")),
+    ("nemo_rl_mixed_30", nemo_rl("mixed", 0.3)),
 ]
 
 

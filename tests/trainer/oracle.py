@@ -109,6 +109,8 @@ def divergences(
         return (p * (log_p - log_q)).sum(-1)
     if kind == "reverse_kl":
         return (q * (log_q - log_p)).sum(-1)
+    if kind == "mixed_kl":
+        return ((beta * p - (1 - beta) * q) * (log_p - log_q)).sum(-1)
     m = (beta * p + (1 - beta) * q).log()
     return (beta * p * (log_p - m) + (1 - beta) * q * (log_q - m)).sum(-1)
 

@@ -51,7 +51,10 @@ def gradients(batch: list[Sample], kind: str, budget: int) -> dict[str, torch.Te
     return kept
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "k1", "k2", "k3", "abs"])
+KINDS = ["forward_kl", "reverse_kl", "jsd", "mixed_kl", "k1", "k2", "k3", "abs", "binary_kl"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", [1, 12, 20])
 def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
     kind: str, budget: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from async_opd.config.sections.loss import (
     ForwardKLConfig,
     JSDConfig,
     K1Config,
+    MixedKLConfig,
     ReverseKLConfig,
     RewardConfig,
     SampledConfig,
@@ -39,6 +40,7 @@ from trainer.losses import (
     DivergenceFunction,
     ForwardKL,
     MetricsOnly,
+    MixedKL,
     Objective,
     OnTopK,
     OnVocabulary,
@@ -49,6 +51,7 @@ from trainer.losses import (
     build_objective,
     jsd,
 )
+from trainer.losses.estimators import Estimator
 
 TAILS: list[Tail] = ["bucket", "ignore", "renormalize"]
 SUPPORTS: list[Tail | None] = [*TAILS, None]
@@ -56,10 +59,12 @@ DIVERGENCES: dict[str, DivergenceFunction] = {
     "forward_kl": ForwardKL(),
     "reverse_kl": ReverseKL(),
     "jsd": jsd(0.3),
+    "mixed_kl": MixedKL(0.3),
 }
 ESTIMATORS: list[Term] = [
-    Sampled(SampledEstimator(kind, "supervised", None)) for kind in ("k2", "k3", "abs")
+    Sampled(SampledEstimator(kind, "supervised", None)) for kind in ("k2", "k3", "abs", "binary_kl")
 ]
+BINARY = Sampled(SampledEstimator("binary_kl", "supervised", None))
 
 
 def for_support(x: Case, tail: Tail | None) -> Case:
@@ -176,6 +181,30 @@ def test_jsd_over_beta_tends_to_forward_kl(tail: Tail | None) -> None:
     x, beta = for_support(case(), tail), 1e-6
     forward = loss_of(term(ForwardKL(), tail), x).item()
     assert loss_of(term(jsd(beta), tail), x).item() / beta == pytest.approx(forward, abs=1e-4)
+
+
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize(("weight", "kind"), [(0, "reverse_kl"), (1, "forward_kl")])
+def test_mixed_kl_at_its_ends_is_a_kl(tail: Tail | None, weight: float, kind: str) -> None:
+    x = for_support(case(), tail)
+    mixed, pure = (loss_of(term(one, tail), x) for one in (MixedKL(weight), DIVERGENCES[kind]))
+    assert mixed.item() == pure.item()
+    assert torch.equal(*gradients(mixed, pure, by=x.logits))
+
+
+def test_mixed_kl_of_one_half_does_not_change_when_the_roles_do() -> None:
+    log_p, log_q = (torch.randn(3, 7, dtype=DOUBLE).log_softmax(-1) for _ in range(2))
+    one, other = (MixedKL(0.5)(*pair)[0] for pair in ((log_p, log_q), (log_q, log_p)))
+    assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_mixed_kl_to_a_teacher_that_excludes_a_token_is_that_of_its_parts(weight: float) -> None:
+    """Infinite with any reverse part; 0 times it is nothing."""
+    x = case()
+    assert x.tokens.teacher_topk_logprobs is not None
+    x.tokens.teacher_topk_logprobs[2, 3] = -torch.inf
+    assert math.isinf(loss_of(term(MixedKL(weight), "bucket"), x).item()) is (weight < 1)
 
 
 def test_jsd_of_one_half_does_not_change_when_the_roles_do() -> None:
@@ -437,15 +466,60 @@ def test_an_estimator_follows_its_divergence_in_expectation(loss: Term, target: 
     assert torch.allclose(expected_gradient(loss, x), wanted, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["k2", "k3", "abs"])
+def with_sampled_support(x: Case) -> Case:
+    """The same tokens with each sampled one as its support."""
+    assert x.tokens.teacher_logprobs is not None
+    ids = x.tokens.targets[:, None]
+    tokens = replace(
+        x.tokens,
+        teacher_ids=ids,
+        teacher_topk_logprobs=x.tokens.teacher_logprobs[:, None],
+        teacher_rest_logprobs=x.teacher.scatter(-1, ids, -torch.inf).logsumexp(-1),
+    )
+    return replace(x, tokens=tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_binary_kl_is_reverse_kl_over_the_sampled_token_and_the_rest(seed: int) -> None:
+    x = with_sampled_support(case(seed))
+    binary, bucketed = loss_of(BINARY, x), loss_of(term(ReverseKL(), "bucket"), x)
+    assert torch.allclose(binary, bucketed, atol=1e-12)
+    ours, theirs = gradients(binary, bucketed, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_binary_kl_is_never_above_reverse_kl(seed: int) -> None:
+    x = case(seed, n=1)
+    assert 0 <= loss_of(BINARY, x).item() <= divergences("reverse_kl", x, None, x.logits).item()
+
+
+@pytest.mark.parametrize("student", [0.0, -1e-9, -20.0])
+@pytest.mark.parametrize("teacher", [0.0, -1e-9, -20.0])
+def test_binary_kl_of_probabilities_that_round_to_one_is_finite(
+    student: float, teacher: float
+) -> None:
+    estimator = SampledEstimator("binary_kl", "supervised", None)
+    found = estimator(torch.tensor([teacher]), torch.tensor([student]))
+    assert torch.isfinite(found.value).all()
+    assert torch.isfinite(found.slope).all()
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3", "abs", "binary_kl"])
 def test_a_policy_gradient_estimator_weights_log_q_by_its_negative_estimate(
-    kind: Literal["k2", "k3", "abs"],
+    kind: Estimator,
 ) -> None:
     x = case()
     log_q = x.logits.log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
     assert x.tokens.teacher_logprobs is not None
     gap = (log_q - x.tokens.teacher_logprobs).detach()
-    estimate = {"k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap, "abs": gap.abs()}[kind]
+    (q, p) = log_q.detach().exp(), x.tokens.teacher_logprobs.exp()
+    estimate = {
+        "k2": gap**2 / 2,
+        "k3": torch.exp(-gap) - 1 + gap,
+        "abs": gap.abs(),
+        "binary_kl": q * gap + (1 - q) * ((1 - q) / (1 - p)).log(),
+    }[kind]
     wanted = (estimate.clamp_max(0.7) * log_q).sum()
     loss, metrics = run(Sampled(SampledEstimator(kind, "policy_gradient", 0.7)), x)
     ours, theirs = gradients(loss, wanted, by=x.logits)
@@ -657,6 +731,7 @@ def test_on_policy_nothing_reaches_the_dual_clip() -> None:
         (ForwardKLConfig(), "forward_kl"),
         (ReverseKLConfig(kind="reverse_kl"), "reverse_kl"),
         (JSDConfig(kind="jsd", beta=0.3), "jsd"),
+        (MixedKLConfig(kind="mixed_kl", forward_weight=0.3), "mixed_kl"),
     ],
 )
 def test_the_config_names_the_divergence(config: Any, divergence: str) -> None:

@@ -46,6 +46,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "forward_kl": {"kind": "forward_kl"},
     "reverse_kl": {"kind": "reverse_kl", "tail": "ignore", "reduction": "seq_mean_token_sum"},
     "jsd": {"kind": "jsd", "tail": "renormalize", "clamp": 0.1},
+    "mixed_kl": {"kind": "mixed_kl", "forward_weight": 0.3},
+    "binary_kl": {"kind": "binary_kl", "importance": "off"},
     "responses weighed": {"kind": "forward_kl", "importance": "sequence", "importance_cap": 5},
     "truncated masked": {
         "kind": "reverse_kl",

@@ -37,7 +37,9 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "forward_kl"},
     {"kind": "reverse_kl", "clamp": 0.5, "importance_cap": 1.1},
     {"kind": "jsd", "tail": "ignore"},
+    {"kind": "mixed_kl", "forward_weight": 0.3},
     {"kind": "k1", "clamp": 0.5},
+    {"kind": "binary_kl"},
     {"kind": "k3", "teacher_floor": -2.0},
     {"kind": "k2", "reduction": "seq_mean_token_mean", "weight": 0.5},
 ]
@@ -106,7 +108,7 @@ def total(found: dict[str, SampleRecord], column: str) -> float:
 def test_the_recorded_losses_of_a_step_are_the_logged_ones(
     loss: dict[str, Any], tmp_path: Path
 ) -> None:
-    divergence = loss["kind"] in ("forward_kl", "reverse_kl", "jsd")
+    divergence = loss["kind"] in ("forward_kl", "reverse_kl", "jsd", "mixed_kl")
     made = learner_of(tmp_path, loss, tokens_per_micro_batch=12)
     metrics = made.train_batch(batch(6 if divergence else 0)).metrics
     found = recorded(tmp_path, made)

@@ -20,6 +20,7 @@ from async_opd.config.sections.loss import (
     ForwardKLConfig,
     JSDConfig,
     K1Config,
+    MixedKLConfig,
     ReverseKLConfig,
     RewardConfig,
     SampledConfig,
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Any] = {
     "k3": SampledConfig(kind="k3", importance_cap=MU_CAP),
     "k3 as an advantage": SampledConfig(kind="k3", gradient="policy_gradient"),
     "abs": SampledConfig(kind="abs", importance="off"),
+    "binary_kl": SampledConfig(kind="binary_kl", importance="off"),
     "k1 of whole responses": K1Config(kind="k1", importance="sequence", importance_cap=MU_CAP),
     "top-k, bucket": ForwardKLConfig(**TOP),
     "top-k, ignore": ReverseKLConfig(kind="reverse_kl", tail="ignore", **TOP),
@@ -58,6 +60,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "vocabulary, forward": ForwardKLConfig(support="full_vocab", reduction="seq_mean_token_mean"),
     "vocabulary, reverse": ReverseKLConfig(kind="reverse_kl", support="full_vocab"),
+    "vocabulary, mixed": MixedKLConfig(kind="mixed_kl", support="full_vocab"),
     "vocabulary, jsd": JSDConfig(kind="jsd", support="full_vocab", reduction="seq_mean_token_sum"),
     "reward": K1Config(kind="k1", reduction="seq_mean_token_sum_norm"),
 }
@@ -129,18 +132,21 @@ def divergence(loss: Any, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Ten
         return (p * (log_p - log_q)).sum()
     if loss.kind == "reverse_kl":
         return (q * (log_q - log_p)).sum()
+    if loss.kind == "mixed_kl":
+        return ((p - q) * (log_p - log_q)).sum() / 2
     middle = (loss.beta * p + (1 - loss.beta) * q).log()
     both = loss.beta * p * (log_p - middle), (1 - loss.beta) * q * (log_q - middle)
     return (both[0] + both[1]).sum()
 
 
 def estimate(loss: Any, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    gap = log_q - log_p
+    gap, q = log_q - log_p, log_q.exp()
     value = {
         "k1": gap,
         "k2": gap**2 / 2,
         "k3": (-gap).exp() - 1 + gap,
         "abs": gap.abs(),
+        "binary_kl": q * gap + (1 - q) * ((1 - q) / (1 - log_p.exp())).log(),
     }[loss.kind]
     return value.detach() * log_q if loss.gradient == "policy_gradient" else value
 

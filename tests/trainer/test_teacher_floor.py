@@ -17,7 +17,7 @@ from tests.trainer.oracle import Case, Tail, case, gradients, loss_of, outcomes,
 from trainer.losses import build_objective
 
 TAILS: list[Tail | None] = ["bucket", "ignore", None]
-SAMPLED = ["k1", "k2", "k3", "abs"]
+SAMPLED = ["k1", "k2", "k3", "abs", "binary_kl"]
 
 
 def config(kind: str, floor: float | None, **values: Any) -> Any:
@@ -119,7 +119,22 @@ def test_jsd_with_beta_one_takes_the_floor_of_reverse_kl() -> None:
     assert loss.item() == loss_of(reverse("bucket", -10.0), x).item()
 
 
-@pytest.mark.parametrize("values", [{"kind": "forward_kl"}, {"kind": "jsd", "beta": 0.5}])
+def test_the_reverse_part_of_mixed_kl_takes_the_floor() -> None:
+    x = excluding()
+    mixed = loss_of(build_objective(config("mixed_kl", -10.0, forward_weight=0.25)), x)
+    forward = loss_of(build_objective(config("forward_kl", None)), x)
+    expected = 0.25 * forward + 0.75 * loss_of(reverse("bucket", -10.0), x)
+    assert mixed.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+NEEDS_NONE = [
+    {"kind": "forward_kl"},
+    {"kind": "jsd", "beta": 0.5},
+    {"kind": "mixed_kl", "forward_weight": 1},
+]
+
+
+@pytest.mark.parametrize("values", NEEDS_NONE)
 def test_a_floor_is_refused_where_an_excluded_token_adds_nothing(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="needs no teacher_floor"):
         TypeAdapter(Loss).validate_python({"teacher_floor": -10.0, **values})

@@ -4,9 +4,9 @@
 temperature ``teachers.<name>.temperature``. Responses were sampled from the student, perhaps under
 older weights.
 
-    divergence (forward_kl, reverse_kl, jsd) ── over top-k or vocabulary ──┐
-    estimator (k1, k2, k3, abs) ── of the sampled token ───────────────────┼─► Objective ─► chunked
-    reward's surrogate ────────────────────────────────────────────────────┘
+    divergence (forward_kl, reverse_kl, jsd, mixed_kl) ── over top-k or vocabulary ─┐
+    estimator (k1, k2, k3, abs, binary_kl) ── of the sampled token ─────────────────┼─► Objective
+    reward's surrogate ─────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainer.losses.base import DivergenceFunction, user_divergence
 from trainer.losses.estimators import SampledEstimator
 from trainer.losses.forward_kl import ForwardKL
-from trainer.losses.jsd import jsd
+from trainer.losses.jsd import MixedKL, jsd
 from trainer.losses.k1 import K1
 from trainer.losses.objective import Objective
 from trainer.losses.reverse_kl import ReverseKL
@@ -54,6 +54,8 @@ def _term(loss: Loss) -> Term:
         return _over(ReverseKL(loss.teacher_floor), loss)
     if loss.kind == "jsd":
         return _over(jsd(loss.beta, loss.teacher_floor), loss)
+    if loss.kind == "mixed_kl":
+        return _over(MixedKL(loss.forward_weight, loss.teacher_floor), loss)
     if loss.kind == "user":
         return _over(user_divergence(loss.function, loss.options), loss)
     floor = -math.inf if loss.teacher_floor is None else loss.teacher_floor

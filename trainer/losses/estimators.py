@@ -1,10 +1,17 @@
-"""Sampled-token estimators k2, k3 and abs (Schulman, "Approximating KL Divergence").
+"""Sampled-token estimators k2, k3 and abs (Schulman, "Approximating KL Divergence"); binary KL.
 
 With y ~ q and d = log q(y) - log p(y):
 
     k2 = d² / 2          supervised gradient d ∇log q:           in expectation that of KL(q ‖ p)
     k3 = exp(-d) - 1 + d supervised gradient (1 - p/q) ∇log q:   in expectation that of KL(p ‖ q)
     abs = |d|            supervised gradient sign(d) ∇log q:     in expectation that of Σ |q - p|
+
+    binary_kl = q (log q - log p) + (1 - q) (log(1 - q) - log(1 - p)), of q(y) and p(y)
+
+is KL(q ‖ p) of two outcomes, y and any other token: never above KL(q ‖ p) over the vocabulary, and
+0 if and only if q(y) = p(y). Its supervised gradient is q (d - log(1 - q) + log(1 - p)) ∇log q.
+TRL's reverse KL of the sampled token with a tail (``reverse_kl_top_1_mode: sampled``) is this.
+1 - p counts as LEAST_REST at least: float32 rounds smaller rests of a teacher's log p away.
 
 ``policy_gradient`` holds the estimate constant and uses its negative as the advantage of the
 sampled token: the loss is -A log q(y) with A = -k(d). That is not the gradient of the estimate's
@@ -19,7 +26,9 @@ from typing import Literal, Protocol
 
 import torch
 
-Estimator = Literal["k2", "k3", "abs"]
+Estimator = Literal["k2", "k3", "abs", "binary_kl"]
+LEAST_REST = 1e-5
+"""Least probability of all tokens but the sampled one under the teacher."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,21 @@ class SampledEstimator:
     clamp: float | None
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
-        value, slope = self._estimate(log_q - log_p)
+        value, slope = self._estimate(log_p, log_q)
         if self.gradient == "supervised":
             return SampledSlopes(value, slope)
         return policy_gradient(-value, log_q, self.clamp)
 
-    def _estimate(self, gap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _estimate(
+        self, log_p: torch.Tensor, log_q: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gap = log_q - log_p
+        if self.kind == "binary_kl":
+            q, rest = log_q.exp(), -torch.expm1(log_q)
+            least = torch.finfo(rest.dtype).tiny  # its logarithm is finite, and counts 0 times
+            teacher_rest = (-torch.expm1(log_p)).clamp_min(LEAST_REST)
+            of_rest = rest.clamp_min(least).log() - teacher_rest.log()
+            return q * gap + rest * of_rest, q * (gap - of_rest)
         if self.kind == "k2":
             return gap.square() / 2, gap
         if self.kind == "k3":

@@ -43,8 +43,8 @@ class ObjectiveConfig(Section):
     teacher_floor: float | None = Field(default=None, lt=0)
     """Lower bound of the teacher's log-probabilities (nats, as -10), also of the rest of a support:
     a token that the teacher excludes then has a finite loss. Only for losses with the teacher's
-    logarithm without its probability: ``reverse_kl``, ``jsd`` with beta 1, sampled tokens. The
-    student's side is never bounded."""
+    logarithm without its probability: ``reverse_kl``, ``jsd`` with beta 1, ``mixed_kl`` (its
+    reverse part), sampled tokens. The student's side is never bounded."""
 
 
 class DivergenceConfig(ObjectiveConfig):
@@ -104,6 +104,20 @@ class JSDConfig(DivergenceConfig):
         return self if self.beta == 1 else _without_floor(self, f"jsd with beta {self.beta:g}")
 
 
+class MixedKLConfig(DivergenceConfig):
+    """A weighted sum of forward KL(teacher ‖ student) and reverse KL(student ‖ teacher)."""
+
+    kind: Literal["mixed_kl"]
+    forward_weight: float = Field(default=0.5, ge=0, le=1)
+    """Weight of forward KL; reverse KL has 1 minus it. NeMo-RL's ``mixed_kl_weight``."""
+
+    @model_validator(mode="after")
+    def _needs_no_floor(self) -> Self:
+        if self.forward_weight < 1:
+            return self
+        return _without_floor(self, "mixed_kl with forward_weight 1")
+
+
 class K1Config(ObjectiveConfig):
     """Reverse KL by the sampled-token estimator k1 = log q - log p, as a policy gradient."""
 
@@ -116,9 +130,12 @@ class K1Config(ObjectiveConfig):
 
 
 class SampledConfig(ObjectiveConfig):
-    """Another estimate from the sampled token: k2, k3 or abs (see trainer/losses/estimators.py)."""
+    """Another estimate from the sampled token: k2, k3, abs or binary_kl.
 
-    kind: Literal["k2", "k3", "abs"]
+    See trainer/losses/estimators.py.
+    """
+
+    kind: Literal["k2", "k3", "abs", "binary_kl"]
     gradient: Literal["supervised", "policy_gradient"] = "supervised"
     """``supervised`` differentiates the estimate, ``policy_gradient`` uses its negative as the
     sampled token's advantage."""
@@ -155,7 +172,7 @@ class UserDivergenceConfig(DivergenceConfig):
         return self
 
 
-Divergence = ForwardKLConfig | ReverseKLConfig | JSDConfig
+Divergence = ForwardKLConfig | ReverseKLConfig | JSDConfig | MixedKLConfig
 Loss = Divergence | UserDivergenceConfig | K1Config | SampledConfig
 
 

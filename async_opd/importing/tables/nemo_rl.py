@@ -22,7 +22,7 @@ TABLE: Table = {
     "distillation.topk_logits_k": To("loss.top_k", default=64),
     "distillation.seed": To("seed", default=42),
     "loss_fn.kl_type": Together("loss.kind"),
-    "loss_fn.mixed_kl_weight": Together("a note here, if mixed"),
+    "loss_fn.mixed_kl_weight": Together("loss.forward_weight"),
     "loss_fn.zero_outside_topk": Together("loss.tail"),
     "policy.train_global_batch_size": Together("train.batch_size, async.sync_steps"),
     "policy.max_total_sequence_length": To("rollout.engine.max_model_len"),

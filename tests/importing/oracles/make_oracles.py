@@ -148,6 +148,13 @@ def trl_reverse_student_topk(tail: bool) -> Formula:
     return loss
 
 
+def trl_reverse_sampled(logits: Array, held: Array, x: Given) -> Array:
+    """The support is the sampled token (reverse_kl_top_1_mode), with a tail."""
+    ids = x.sampled[:, None]
+    log_p, log_q = at(x.log_p, ids), at(log_softmax(logits), ids)
+    return jsd(with_tail(log_p), with_tail(log_q), 1)
+
+
 # prime-rl (docs/algorithms.md): - sg(log p - log q) · q/mu of the sampled token
 
 
@@ -173,9 +180,11 @@ def multi_sample_forward(logits: Array, held: Array, x: Given) -> Array:
 # NeMo-RL: both sides scaled to sum to 1 over the teacher's top-k
 
 
-def nemo_rl(kind: str) -> Formula:
+def nemo_rl(kind: str, weight: float = 0.5) -> Formula:
     def loss(logits: Array, held: Array, x: Given) -> Array:
         log_p, log_q = (log_softmax(rows) for rows in on_teacher(logits, x))
+        if kind == "mixed":
+            return weight * kl(log_p, log_q) + (1 - weight) * kl(log_q, log_p)
         return kl(log_p, log_q) if kind == "forward" else kl(log_q, log_p)
 
     return loss
@@ -195,11 +204,14 @@ FORMULAS: dict[str, Formula] = {
     "trl_gkd_1": gkd(1),
     "trl_reverse_tail": trl_reverse_student_topk(tail=True),
     "trl_reverse_scaled": trl_reverse_student_topk(tail=False),
+    "trl_reverse_sampled": trl_reverse_sampled,
     "prime_rl": prime_rl,
     "multi_sample_policy_gradient": multi_sample_policy_gradient,
     "multi_sample_forward": multi_sample_forward,
     "nemo_rl_forward": nemo_rl("forward"),
     "nemo_rl_reverse": nemo_rl("reverse"),
+    "nemo_rl_mixed": nemo_rl("mixed"),
+    "nemo_rl_mixed_30": nemo_rl("mixed", 0.3),
 }
 
 
