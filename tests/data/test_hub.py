@@ -22,6 +22,8 @@ from async_opd.data.hub import HubSource, fetched_data
 from tests.checks.inputs import EXAMPLE, config
 from tests.data.hub_server import COMMITS, Hub, serving
 
+pytestmark = pytest.mark.slow  # each serves a hub, some to other processes
+
 CARD = """---
 configs:
 - config_name: main

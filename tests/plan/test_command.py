@@ -13,6 +13,8 @@ from async_opd.cli import main
 from async_opd.config.yaml_text import dump_yaml
 from tests.plan.runs import CONFIG, write_run
 
+pytestmark = pytest.mark.slow  # each simulates several runs
+
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
 SPEEDS: dict[str, Any] = {
     "prompt_tokens": 20,

@@ -287,12 +287,14 @@ def of_ranks(moments: Moments, ranks: int, tmp_path_factory: pytest.TempPathFact
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 def test_several_ranks_take_the_steps_of_one(of_ranks: Any, moments: Moments) -> None:
     alone = learner(moments)
     expected = [alone.train_batch(BATCH).metrics["loss/total"] for _ in range(3)]
     assert expected == pytest.approx(of_ranks[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_one_rank_goes_on_from_the_moments_of_several(
     of_ranks: Any, ranks: int, moments: Moments
 ) -> None:
