@@ -91,6 +91,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return spread(RANKS, on_ranks, tmp_path_factory.mktemp("exchange"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("name", "lengths"), EVERY)
 def test_outputs_and_gradients_are_those_of_one_rank(

@@ -203,6 +203,7 @@ def gradients(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=8)
 @given(batch=BATCHES, budget=st.sampled_from([1, 24, 10**6]))
