@@ -44,7 +44,7 @@ TABLE: Table = {
     "add_tail_bucket": Together("loss.tail"),
     "teacher_top_k": Together("loss.top_k"),
     "teacher_temperature": Together("teachers.<name>.temperature"),
-    "reverse_kl_top_1_mode": Together("loss.support"),
+    "reverse_kl_top_1_mode": Together("loss.kind, loss.support"),
     "use_uld_loss": Together("a note here, if on"),
     "uld_*": CROSS,
     "use_extended_uld": CROSS,
