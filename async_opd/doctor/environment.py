@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from async_opd.checks.torch_builds import Installed, fault_of_builds, installed, other_builds
+from async_opd.checks.torch_builds import Installed, installed, other_builds
 from async_opd.doctor.finding import Finding
 
 TOPIC = "environment"
@@ -62,12 +62,9 @@ def _version(name: str, has: str | None, stated: Requirement | None, remedy: str
 
 
 def _builds(installed: Installed) -> Iterator[Finding]:
-    """Libraries built for another PyTorch: only torchvision that cannot be imported stops a run."""
-    fault, others = fault_of_builds(installed), other_builds(installed)
+    """Libraries built for another PyTorch: none of them stops a run."""
+    others = other_builds(installed)
     beside = f"beside torch {installed('torch')}"
-    if fault is not None:
-        yield Finding(TOPIC, "error", *fault)
-        return
     if "torchvision" in others:
         others.remove("torchvision")
         has = f"torchvision {installed('torchvision')}"

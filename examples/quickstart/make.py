@@ -16,16 +16,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import tasks
-import tiny
-import torch
-import transformers
-
 try:
     import rich.console
     import rich.progress
 except ImportError:
     rich = None  # type: ignore[assignment]
+
+from async_opd.models import torchvision_operators
+
+torchvision_operators.install()  # before transformers imports torchvision
+import tasks  # noqa: E402
+import tiny  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 TEACHER_STEPS = 260
 TEACHER_SEEDS = {"sort": 11, "reverse": 12}

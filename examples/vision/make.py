@@ -65,6 +65,9 @@ def write_data(out: Path, train: int, evaluation: int) -> None:
 
 def train_models(out: Path) -> None:
     """Train and save the models; `MANIFEST.json` says what was made, and how good it is."""
+    from async_opd.models import torchvision_operators
+
+    torchvision_operators.install()  # before transformers imports torchvision
     import supervised
     import tiny
     import torch

