@@ -38,31 +38,40 @@ class ModelSize:
 
     ``decoder``: entries of its matrices that one token is multiplied by; of a mixture of experts,
     of the experts that a token is sent to. ``head``: entries of the head. A frozen entry counts two
-    thirds in both. ``attention``: query plus
-    value width over all heads of a layer. ``windows``: for each layer how many tokens a token
-    attends to at most, itself included, or None for all before it. ``tower`` and ``projector``:
-    entries of matrices that see, ``patches`` of which a token of an image is made.
+    thirds in both. ``attention``: for each layer query plus value width over all its heads.
+    ``windows``: for each layer how many tokens a token attends to at most, itself included, or None
+    for all before it. ``tower`` and ``projector``: entries of matrices that see, ``patches`` of
+    which a token of an image is made. ``unknown``: why FLOPs cannot be counted; ``decoder`` then
+    has all of the model's entries, which is enough to share samples out.
     """
 
     decoder: int
     head: int
-    attention: int
+    attention: tuple[int, ...]
     windows: tuple[int | None, ...]
     tower: int = 0
     projector: int = 0
     patches: int = 1
+    unknown: str = ""
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
-        """The size of a causal language model of transformers, before or after sharding."""
-        settings = model.config.get_text_config()
-        return cls(
-            _decoder(model, settings),
-            _counted(model.get_output_embeddings().weight),
-            _attention(settings),
-            _windows(settings),
-            *_seeing(model),
-        )
+        """The size of a causal language model of transformers, before or after sharding.
+
+        A model whose config cannot be read so is ``unknown``: its run only lacks metrics.
+        """
+        try:
+            settings = model.config.get_text_config()
+            return cls(
+                _decoder(model, settings),
+                _counted(model.get_output_embeddings().weight),
+                tuple(map(_attention, _layers(settings))),
+                _windows(settings),
+                *_seeing(model),
+            )
+        except Exception as error:  # each family's config has attributes of its own, and errors
+            why = f"{type(error).__name__}: {error}"
+            return cls(sum(map(_counted, model.parameters())), 0, (), (), unknown=why)
 
     def of_sample(self, header: Header, image_tokens: int = 0, dense: bool = False) -> float:
         """FLOPs of a sample: linear in its tokens and in its images', and attention's.
@@ -70,7 +79,7 @@ class ModelSize:
         Without attention's where it computes whole packed rows (``dense``), whatever is in them;
         without that of the tower, which is within each image.
         """
-        size = replace(self, windows=()) if dense else self
+        size = replace(self, attention=(), windows=()) if dense else self
         of_tokens = size.training_flops([header.tokens], [header.response_tokens])
         entries = self.tower * self.patches + self.projector
         return of_tokens + float(MULTIPLY_ADD * WITH_BACKWARD * entries * image_tokens)
@@ -78,8 +87,9 @@ class ModelSize:
     def training_flops(self, lengths: Sequence[int], responses: Sequence[int]) -> float:
         """FLOPs of forward and backward pass of sequences with these tokens and response tokens."""
         entries = self.decoder * sum(lengths) + self.head * sum(responses)
-        pairs = sum(attended(n, window) for window in self.windows for n in lengths)
-        return float(MULTIPLY_ADD * WITH_BACKWARD * (entries + self.attention * pairs))
+        layers = zip(self.attention, self.windows, strict=True)
+        entries += sum(width * attended(n, window) for width, window in layers for n in lengths)
+        return float(MULTIPLY_ADD * WITH_BACKWARD * entries)
 
 
 def attended(tokens: int, window: int | None) -> int:
@@ -93,14 +103,19 @@ def _decoder(model: Any, settings: Any) -> int:
     """Entries of all matrices but embeddings and head; of experts, the share that is active."""
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     apart = {id(weight) for weight in (*tables, model.get_output_embeddings().weight)}
-    experts = next((getattr(settings, name) for name in EXPERTS if hasattr(settings, name)), None)
+    experts: Any = next(
+        (getattr(settings, name) for name in EXPERTS if hasattr(settings, name)), None
+    )
     entries = 0
+    active: Any = getattr(settings, "top_k_experts", None) or getattr(
+        settings, "num_experts_per_tok", 0
+    )
     for parameter in language_model(model).parameters():
         if parameter.ndim < 2 or id(parameter) in apart:
             continue
         stacked = parameter.ndim == 3 and parameter.shape[0] == experts
         numel = _counted(parameter)
-        entries += numel * settings.num_experts_per_tok // experts if stacked else numel
+        entries += numel * active // experts if stacked else numel
     return entries
 
 
@@ -124,6 +139,12 @@ def _seeing(model: Any) -> tuple[int, int, int]:
     return entries["vision_tower"], entries["projector"], int(merged) ** 2
 
 
+def _layers(settings: Any) -> list[Any]:
+    """The config of each layer; the model's own raises for what differs by layer (Gemma 4)."""
+    own = getattr(settings, "per_layer_config", None)
+    return [own[layer] if own else settings for layer in range(settings.num_hidden_layers)]
+
+
 def _attention(settings: Any) -> int:
     heads = settings.num_attention_heads
     width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
@@ -133,7 +154,9 @@ def _attention(settings: Any) -> int:
 
 
 def _windows(settings: Any) -> tuple[int | None, ...]:
-    window = getattr(settings, "sliding_window", None)
-    layers = settings.num_hidden_layers
-    kinds = getattr(settings, "layer_types", None) or ["sliding_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    layers = _layers(settings)
+    kinds = getattr(settings, "layer_types", None) or ["sliding_attention"] * len(layers)
+    return tuple(
+        getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
+        for layer, kind in zip(layers, kinds, strict=False)
+    )

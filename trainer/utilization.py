@@ -45,11 +45,15 @@ def peak_tflops(device: torch.device, bfloat16: bool, given: float | None) -> fl
     return None
 
 
-def utilization(flops: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:
+def utilization(
+    flops: float | None, seconds: float, ranks: int, peak: float | None
+) -> dict[str, float]:
     """``train/tflops`` of each rank's device, in the mean; ``train/mfu``, their share of ``peak``.
 
-    Without a ``peak`` (TFLOP/s) there is no ``train/mfu``.
+    Without a ``peak`` (TFLOP/s) there is no ``train/mfu``, and without ``flops`` none of both.
     """
+    if flops is None:
+        return {}
     reached = flops / seconds / ranks / 1e12
     metrics = {"train/tflops": reached}
     return metrics if peak is None else {**metrics, "train/mfu": reached / peak}

@@ -59,20 +59,23 @@ def metric_names(n: int) -> list[str]:
     return ["accuracy", *names, *(f"{name}_stderr" for name in names)]
 
 
-def measures(prompts: Sequence[Sequence[Grade]], n: int, correct_at: float) -> dict[str, float]:
+def measures(
+    prompts: Sequence[Sequence[Grade]], n: int, correct_at: float, votes: bool | None = None
+) -> dict[str, float]:
     """Metrics of the graded answers to each prompt, of which at most ``n`` and at least one.
 
     ``mean@n``, and ``accuracy``, its other name: the mean over prompts of their mean score.
     ``pass@k``: over prompts with at least k graded answers; one is correct whose score is at least
-    ``correct_at``. ``maj@n``, of several answers: over prompts with a vote, see ``majority``.
-    ``…_stderr``: see the module.
+    ``correct_at``. ``maj@n``, of several answers: see ``majority``; a prompt without votes
+    counts 0. It is there if ``votes``: the grader reads answers from responses, by default if it
+    has read one of these. ``…_stderr``: see the module.
     """
     found = {f"mean@{n}": [fmean(map(float, own)) for own in prompts]}
     for k in drawn(n):
         found[f"pass@{k}"] = list(_passed(prompts, k, correct_at))
-    if n > 1:
-        votes = map(majority, prompts)
-        found[f"maj@{n}"] = [score for score in votes if score is not None]
+    majorities = [majority(own) for own in prompts]
+    if n > 1 and (any(one is not None for one in majorities) if votes is None else votes):
+        found[f"maj@{n}"] = [one or 0.0 for one in majorities]
     metrics = {"accuracy": fmean(found[f"mean@{n}"])}
     for name, values in found.items():
         metrics |= _with_stderr(name, values)

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from decimal import Context, Decimal
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Self
 
@@ -18,7 +19,17 @@ from async_opd.core.row import Row, answer_in
 
 REGEX = "regex"
 THOUSANDS = r"\d{1,3}(?:,\d{3})+(?!\d)"
-NUMBER = re.compile(rf"(?<![\d.])-?(?:(?:{THOUSANDS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(
+    rf"(?<![\d.])-?(?:(?:{THOUSANDS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?"
+)
+CURRENCY = re.compile(r"(?<!\d)\\?[$€£](?=\.?\d)")
+MORE = re.compile(r"(?:[-+*/^:,.\u2013]\{?|[eE][-+]?)\d")
+"""Right after a number: it is a part of something else, as in 3/18, 2^10 and 12,50."""
+UNIT = re.compile(
+    r"(?:\s|~|\\[ ,;:!]|\\?[%$]|°|\^\{?\\circ\}?|\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?"
+    r"|(?<=\s)[^\W\d_]+|[^\W\d_]{2,})*\.?"
+)
+"""What may follow the number in a box: white space, signs and words."""
 RETURNS = "a grader must return a number from 0 to 1 for every response"
 """Or that and the extracted answer, as a pair; docs/evaluation.md."""
 RANGE = f"{RETURNS}: scale it, or return {{'score': …, 'acc': …}} with acc from 0 to 1"
@@ -179,22 +190,34 @@ def exact(response: str, row: Row) -> Grade:
 
 
 def gsm8k(response: str, row: Row) -> Grade:
-    """1 if the numbers are equal that response and answer end with.
+    """1 if the response gives the same number as the answer.
 
-    That is the number after the last ``####``, else in the last box of LaTeX, else the last one.
+    That is the first number after the last ``####``, else the number that is in the last box of
+    LaTeX, else the last number. No other one is read where the text after ``####`` or in the box
+    has none, or where that one is a part of something else, as in 3/18. ValueError if the answer
+    of the row has no number.
     """
-    expected, found = _last_number(str(row.answer)), _last_number(response)
+    expected, found = _number(str(row.answer)), _number(response)
     if expected is None:
         raise ValueError(f"the answer {row.answer!r} has no number")
-    return Grade(float(found is not None and float(found) == float(expected)), found)
+    return Grade(float(found == expected), found)
 
 
-def _last_number(text: str) -> str | None:
-    for part in (answer_in(text, "####"), answer_in(text, "boxed"), text):
-        numbers = NUMBER.findall(part or "")
-        if numbers:
-            return str(numbers[-1]).replace(",", "")
-    return None
+def _number(text: str) -> str | None:
+    """The number that a text gives, in digits of which equal numbers have the same."""
+    text = CURRENCY.sub("", text.replace("\u2212", "-").replace("{,}", ","))
+    if after := answer_in(text, "####"):
+        number = NUMBER.search(after)
+        found = number[0] if number and not MORE.match(after, number.end()) else None
+    elif box := answer_in(text, "boxed"):
+        number = NUMBER.match(box)
+        found = number[0] if number and UNIT.fullmatch(box, number.end()) else None
+    else:
+        found = next(reversed(NUMBER.findall(text)), None)
+    if found is None:
+        return None
+    value = Decimal(found.replace(",", ""))
+    return f"{Context(prec=len(found)).normalize(value) or Decimal(0):f}"
 
 
 def matched(pattern: re.Pattern[str], response: str, row: Row) -> Grade:

@@ -100,3 +100,9 @@ def test_a_majority_needs_several_answers_and_a_grader_that_extracts_them() -> N
 
 def test_pass_at_k_is_given_for_powers_of_two_and_for_all_answers() -> None:
     assert [drawn(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_prompts_without_a_vote_are_wrong_where_the_grader_extracts_answers() -> None:
+    none = [Grade(0.0)] * 4
+    found = measures([[Grade(1.0, "3"), *none[1:]], none, none, none], 4, 1.0)
+    assert (found["maj@4"], found["maj@4_stderr"]) == (0.25, 0.25)

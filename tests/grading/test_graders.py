@@ -11,6 +11,7 @@ from async_opd.config.sections.data import DataConfig
 from async_opd.core.row import Row
 from async_opd.data.reasoning_gym import ReasoningGymSource
 from async_opd.data.stored_rows import read_source
+from async_opd.grading.accuracy import majority
 from async_opd.grading.graders import GradeError, load_grader
 
 
@@ -90,7 +91,9 @@ def test_a_users_grader_may_return_the_answer_that_it_read(
         ("gsm8k", "5", "10-5", 1.0, "5"),
         ("gsm8k", "20", "the answer is (10,20)", 1.0, "20"),
         ("gsm8k", "1", "x = 1,2", 0.0, "2"),
-        ("gsm8k", "1000", "1e3", 1.0, "1e3"),
+        ("gsm8k", "1000", "1e3", 1.0, "1000"),
+        ("gsm8k", "72", "10 + 62 = 72.00", 1.0, "72"),
+        ("gsm8k", "-72", "so it is \u221272", 1.0, "-72"),
         ("gsm8k", "1234567.5", "1,234,567.5.", 1.0, "1234567.5"),
         ("gsm8k", "72", "no idea", 0.0, None),
         (r"regex:Answer: (\w+)", "B", "Answer: A? Answer: B", 1.0, "B"),
@@ -103,6 +106,77 @@ def test_answers_are_read_from_the_ends_of_responses(
 ) -> None:
     grade = load_grader(name)(response, row(answer))
     assert (grade, grade.answer) == (score, found)
+
+
+GOES_ON = "the reasoning above is consistent. " * 200
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "score", "found"),
+    [
+        ("72", "#### 72\n\nCheck: 48 / 2 = 24, and 48 + 24 is right.", 1.0, "72"),
+        ("18", "#### 18 dollars for 2 days", 1.0, "18"),
+        ("2", "#### 18 dollars for 2 days", 0.0, "18"),
+        ("72", "#### 10 (not 72)", 0.0, "10"),
+        ("18", "so \\boxed{\\frac{3}{18}}", 0.0, None),
+        ("18", "\\boxed{3/18}", 0.0, None),
+        ("18", "\\boxed{x^{18}}", 0.0, None),
+        ("18", "#### 3/18", 0.0, None),
+        ("3", "#### 3/18", 0.0, None),
+        ("18", "#### 3:18", 0.0, None),
+        ("10", "#### 2^10", 0.0, None),
+        ("10", "#### 2^{10}", 0.0, None),
+        ("5", "#### 10-5", 0.0, None),
+        ("5", "#### 10\u20135", 0.0, None),
+        ("5", "5 #### eight", 0.0, None),
+        ("72", "#### \u221272", 0.0, "-72"),
+        ("-72", "#### \u221272", 1.0, "-72"),
+        ("50", "#### 12,50", 0.0, None),
+        ("2", "#### 1,2", 0.0, None),
+        ("1234", "#### 1,234.00", 1.0, "1234"),
+        ("72", "#### 72.", 1.0, "72"),
+        ("0.5", "#### .50", 1.0, "0.5"),
+        ("1234", "#### $1,234", 1.0, "1234"),
+        ("-1234", "#### -$1,234", 1.0, "-1234"),
+        ("100", "#### 1.0e2", 1.0, "100"),
+        ("0", "#### -0.0", 1.0, "0"),
+        ("72", "#### \\boxed{72}", 1.0, "72"),
+        ("72", "72 eggs.\n####", 1.0, "72"),
+        ("72", "72 eggs: \\boxed{}", 1.0, "72"),
+        ("1", "#### 1e1000", 0.0, None),
+        ("-1234.5", "\\boxed{-\\$1{,}234.50}", 1.0, "-1234.5"),
+        ("5", "\\boxed{5\\text{ km/h}}, 3 times", 1.0, "5"),
+        ("5", "\\boxed{5~\\mathrm{m}^2}", 1.0, "5"),
+        ("5", "\\boxed{5 m}", 1.0, "5"),
+        ("40", "\\boxed{40\\%}", 1.0, "40"),
+        ("90", "\\boxed{90^\\circ}", 1.0, "90"),
+        ("5", "\\boxed{5x}", 0.0, None),
+        ("5", "\\boxed{x = 5}", 0.0, None),
+        ("5", "\\boxed{5, 6}", 0.0, None),
+        ("42", f"2 + 40 = 42.\n#### 42\n{GOES_ON}", 1.0, "42"),
+        ("42", f"the answer is 42 {GOES_ON}", 1.0, "42"),
+        ("42", f"{GOES_ON}#### 7\nagain.\n#### 42\n{GOES_ON}", 1.0, "42"),
+        ("1234567890123456789", f"{GOES_ON}#### 1234567890123456789", 1.0, "1234567890123456789"),
+        ("42", GOES_ON, 0.0, None),
+        ("42", f"2 + 40 = 41.\n#### 41\n{GOES_ON}", 0.0, "41"),
+        ("1234", f"#### 1,234\n{GOES_ON}", 1.0, "1234"),
+    ],
+)
+def test_gsm8k_reads_the_first_number_after_the_last_mark_or_a_box_that_is_one_number(
+    answer: str, response: str, score: float, found: str | None
+) -> None:
+    grade = load_grader("gsm8k")(response, row(answer))
+    assert (grade, grade.answer) == (score, found)
+
+
+def test_a_row_whose_boxed_answer_is_no_number_cannot_be_graded_by_gsm8k() -> None:
+    with pytest.raises(GradeError, match="has no number"):
+        load_grader("gsm8k")("#### 18", row("so \\boxed{\\frac{3}{18}}"))
+
+
+def test_equal_numbers_are_one_vote() -> None:
+    answers = ("#### 72", "#### 72.0", "#### 72.00", "#### 71", "#### 71")
+    assert majority([load_grader("gsm8k")(answer, row("72")) for answer in answers]) == 1.0
 
 
 VERLS = {

@@ -33,7 +33,7 @@ def made(name: str, **settings: Any) -> Any:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    kind = f"{name}Text" if name in ("Llama4", "Gemma3") else name
+    kind = f"{name}Text" if name in ("Llama4", "Gemma3", "Gemma4") else name
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 

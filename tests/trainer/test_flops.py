@@ -45,10 +45,19 @@ def counted(model: Any, responses: Sequence[int]) -> int:
 
 def masked(size: ModelSize, lengths: Sequence[int]) -> int:
     """FLOPs of the pairs that eager attention computes and the mask then discards."""
-    pairs = sum(n * n - attended(n, window) for window in size.windows for n in lengths)
-    return 6 * size.attention * pairs
+    layers = zip(size.attention, size.windows, strict=True)
+    return sum(6 * wide * (n * n - attended(n, window)) for wide, window in layers for n in lengths)
 
 
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "untied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
@@ -64,6 +73,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
             "moe_intermediate_size": 24,
             "decoder_sparse_step": 1,
+        },
+    ),
+    "wider heads without windows": ("Gemma4", GEMMA4),
+    "experts under another name": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
         },
     ),
 }
@@ -86,7 +106,7 @@ def test_attended_counts_the_pairs_of_a_causal_mask(tokens: int, window: int | N
 
 
 def test_a_prompt_alone_costs_no_head() -> None:
-    size = ModelSize(decoder=100, head=7, attention=3, windows=(None,))
+    size = ModelSize(decoder=100, head=7, attention=(3,), windows=(None,))
     assert size.training_flops([4], [0]) == 6 * (100 * 4 + 3 * 10)
     assert size.training_flops([4], [2]) - size.training_flops([4], [0]) == 6 * 7 * 2
 
@@ -98,3 +118,18 @@ def test_a_frozen_matrix_costs_two_thirds() -> None:
     frozen = ModelSize.of(model)
     assert frozen.decoder == pytest.approx(full.decoder * 2 / 3, rel=1e-3)
     assert frozen.head == full.head * 2 // 3
+
+
+class Refusing:
+    """A config that cannot be read."""
+
+    def get_text_config(self) -> Any:
+        raise RuntimeError("'head_dim' is a per-layer attribute")
+
+
+def test_flops_that_cannot_be_counted_are_unknown_and_samples_still_cost_their_tokens() -> None:
+    model = made("Qwen3", head_dim=16)
+    model.config = Refusing()
+    size = ModelSize.of(model)
+    assert size.unknown == "RuntimeError: 'head_dim' is a per-layer attribute"
+    assert size.training_flops([8], [4]) == 2 * size.training_flops([4], [4]) > 0

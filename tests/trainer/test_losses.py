@@ -488,19 +488,38 @@ def test_binary_kl_is_reverse_kl_over_the_sampled_token_and_the_rest(seed: int) 
     assert torch.allclose(ours, theirs, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale", [10.0, 14.0, 20.0])
+def test_binary_kl_of_a_sure_student_is_as_exact_in_float32_as_its_logits(scale: float) -> None:
+    x = case(n=5, v=40)
+    sure = torch.nn.functional.one_hot(x.tokens.targets, 40) * scale
+    logits = (x.logits.detach() + sure).float()
+    exact = logits.double().requires_grad_()
+    log_q = exact.log_softmax(-1)
+    picked = x.tokens.targets[:, None]
+    rest = log_q.scatter(-1, picked, -torch.inf).logsumexp(-1)
+    assert x.tokens.teacher_logprobs is not None
+    log_p, log_q = x.tokens.teacher_logprobs, log_q.gather(-1, picked)[:, 0]
+    expected = log_q.exp() * (log_q - log_p) + rest.exp() * (rest - torch.log1p(-log_p.exp()))
+    rounded = logits.requires_grad_()
+    loss, metrics = run(BINARY, x, rounded)
+    assert torch.allclose(metrics["distillation"].double(), expected, rtol=1e-6, atol=0)
+    ours, theirs = gradients(loss, by=rounded)[0].double(), gradients(expected.sum(), by=exact)[0]
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_binary_kl_is_never_above_reverse_kl(seed: int) -> None:
     x = case(seed, n=1)
     assert 0 <= loss_of(BINARY, x).item() <= divergences("reverse_kl", x, None, x.logits).item()
 
 
-@pytest.mark.parametrize("student", [0.0, -1e-9, -20.0])
+@pytest.mark.parametrize(("student", "rest"), [(0.0, -math.inf), (-1e-9, -20.7), (-20.0, 0.0)])
 @pytest.mark.parametrize("teacher", [0.0, -1e-9, -20.0])
 def test_binary_kl_of_probabilities_that_round_to_one_is_finite(
-    student: float, teacher: float
+    student: float, rest: float, teacher: float
 ) -> None:
     estimator = SampledEstimator("binary_kl", "supervised", None)
-    found = estimator(torch.tensor([teacher]), torch.tensor([student]))
+    found = estimator(*(torch.tensor([log]) for log in (teacher, student, rest)))
     assert torch.isfinite(found.value).all()
     assert torch.isfinite(found.slope).all()
 

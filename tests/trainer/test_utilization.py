@@ -14,6 +14,7 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.flops import ModelSize
 from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, SingleRank
 from trainer.utilization import MemoryUse, memory_metrics, memory_use, peak_tflops, utilization
@@ -35,6 +36,19 @@ def test_a_step_reports_the_model_flops_of_the_samples_with_a_response() -> None
     some = [size for size in SIZES if size]
     expected = ModelSize.of(tiny_model()).training_flops([3 + size for size in some], some)
     assert found["train/tflops"] * found["train/compute_s"] * 1e12 == pytest.approx(expected)
+
+
+def test_a_model_whose_flops_are_unknown_trains_without_the_metric_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.flops._attention", lambda settings: 1 // 0)
+    drain_notes()
+    rank = Rank(tiny_model(), build_objective(ForwardKLConfig()), TrainConfig(), CPU)
+    reports = [Learner(rank).train_batch([random_sample(0, 5, k=6)]) for _ in range(2)]
+    assert not any({"train/tflops", "train/mfu"} & set(one.metrics) for one in reports)
+    (said,) = [one for report in reports for one in report.notes if "tflops" in one]
+    assert "train/tflops and train/mfu are missing" in said
+    assert "ZeroDivisionError" in said
 
 
 def test_mfu_is_the_share_of_the_peak_that_the_config_gives() -> None:

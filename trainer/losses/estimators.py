@@ -11,7 +11,8 @@ With y ~ q and d = log q(y) - log p(y):
 is KL(q ‖ p) of two outcomes, y and any other token: never above KL(q ‖ p) over the vocabulary, and
 0 if and only if q(y) = p(y). Its supervised gradient is q (d - log(1 - q) + log(1 - p)) ∇log q.
 TRL's reverse KL of the sampled token with a tail (``reverse_kl_top_1_mode: sampled``) is this.
-1 - p counts as LEAST_REST at least: float32 rounds smaller rests of a teacher's log p away.
+1 - p counts as LEAST_REST at least: float32 rounds smaller rests of a teacher's log p away. 1 - q
+is that of the student's own logits, which has no such limit.
 
 ``policy_gradient`` holds the estimate constant and uses its negative as the advantage of the
 sampled token: the loss is -A log q(y) with A = -k(d). That is not the gradient of the estimate's
@@ -21,6 +22,7 @@ depend on the teacher.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -41,9 +43,14 @@ class SampledSlopes:
 
 
 class SampledLoss(Protocol):
-    """A loss of log p(y) and log q(y), each [n]."""
+    """A loss of log p(y), log q(y) and log(1 - q(y)), each [n].
 
-    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes: ...
+    The last one is exact, also where q rounds to 1.
+    """
+
+    def __call__(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
+    ) -> SampledSlopes: ...
 
 
 @dataclass(frozen=True)
@@ -54,21 +61,23 @@ class SampledEstimator:
     gradient: Literal["supervised", "policy_gradient"]
     clamp: float | None
 
-    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
-        value, slope = self._estimate(log_p, log_q)
+    def __call__(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
+    ) -> SampledSlopes:
+        value, slope = self._estimate(log_p, log_q, log_rest)
         if self.gradient == "supervised":
             return SampledSlopes(value, slope)
         return policy_gradient(-value, log_q, self.clamp)
 
     def _estimate(
-        self, log_p: torch.Tensor, log_q: torch.Tensor
+        self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gap = log_q - log_p
         if self.kind == "binary_kl":
-            q, rest = log_q.exp(), -torch.expm1(log_q)
-            least = torch.finfo(rest.dtype).tiny  # its logarithm is finite, and counts 0 times
+            q, rest = log_q.exp(), log_rest.exp()
+            least = math.log(torch.finfo(rest.dtype).tiny)  # finite, and counts 0 times
             teacher_rest = (-torch.expm1(log_p)).clamp_min(LEAST_REST)
-            of_rest = rest.clamp_min(least).log() - teacher_rest.log()
+            of_rest = log_rest.clamp_min(least) - teacher_rest.log()
             return q * gap + rest * of_rest, q * (gap - of_rest)
         if self.kind == "k2":
             return gap.square() / 2, gap
@@ -94,5 +103,7 @@ class CrossEntropy:
     For the supervised steps of a cold start: forward KL(p ‖ q) of a p with all its mass on y_t.
     """
 
-    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
+    def __call__(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
+    ) -> SampledSlopes:
         return SampledSlopes(-log_q, torch.full_like(log_q, -1.0))

@@ -25,5 +25,7 @@ class K1:
 
     clamp: float | None
 
-    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
+    def __call__(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
+    ) -> SampledSlopes:
         return policy_gradient(log_p - log_q, log_q, self.clamp)

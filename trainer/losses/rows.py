@@ -57,8 +57,11 @@ class SupportRows:
         scale = -pull * self._scale
         if rest is not None:
             scale = scale + rest / self._mass
+        own = slope - self.log_q.exp() * pull
+        if rest is None and sampled is None and slope.shape[-1] == 1:
+            own = slope * self.log_rest.exp()  # 1 - q, where q rounds to 1
         self._logits.mul_(scale)
-        self._logits.scatter_(-1, self._ids, slope - self.log_q.exp() * pull)
+        self._logits.scatter_(-1, self._ids, own)
         if sampled is not None:
             self._logits.scatter_add_(-1, self._targets, sampled)
 

@@ -51,7 +51,9 @@ class Term(ABC):
 class MetricsOnly:
     """A loss of 0 without gradient: the sampled tokens are only measured."""
 
-    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
+    def __call__(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
+    ) -> SampledSlopes:
         nothing = torch.zeros_like(log_q)
         return SampledSlopes(nothing, nothing)
 
@@ -69,7 +71,7 @@ class Sampled(Term):
         rows = SupportRows(logits, targets, targets)
         entropy, log_sampled = rows.entropy(), rows.log_sampled[:, 0]
         teacher_sampled = tokens.teacher_logprobs.to(logits.dtype).clamp_min(self.floor)
-        slopes = self.loss(teacher_sampled, log_sampled)
+        slopes = self.loss(teacher_sampled, log_sampled, rows.log_rest[:, 0])
         metrics = {} if slopes.clamped is None else {"clamped": slopes.clamped}
 
         def close(factor: torch.Tensor, sampled: torch.Tensor | None) -> None:
