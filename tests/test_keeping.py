@@ -29,13 +29,16 @@ class Ending:
         self.state_s = timeout_s
         self.stages = self.trainer = self
         self.begun, self.written = asyncio.Event(), asyncio.Event()
-        self.kept = self.dead = False
+        self.kept = self.dead = self.logged = False
         self.told: list[str] = []
 
     async def report(self) -> StageReport:
         if self.dead:
             await asyncio.Event().wait()
         return StageReport()
+
+    def log_rows(self) -> None:
+        self.logged = True
 
     async def checkpoint(self) -> None:
         self.begun.set()
@@ -119,7 +122,7 @@ async def test_none_is_written_where_none_is_wanted(on_exit: bool) -> None:
     made.config = made.config.model_copy(update={"checkpoint": checkpoint})
     made.written.set()
     await after(made)
-    assert made.kept == on_exit
+    assert (made.kept, made.logged) == (on_exit, True)
 
 
 async def test_a_better_evaluation_of_a_step_without_a_checkpoint_is_told(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +30,18 @@ from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.checkpoint import earlier_run
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.mirror import Mirror
-from async_opd.checkpoint.resume import cut_files, last_evaluation, refuse_impossible
+from async_opd.checkpoint.resume import cut_files, evaluated_steps, refuse_impossible
 from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Rollout
-from async_opd.core.stages import SamplingSpec
+from async_opd.core.samples import Rollout, VersionSpan
+from async_opd.core.stages import LOG, SamplingSpec
 from async_opd.files import durable
 from async_opd.files.run_format import write_run_format
 from async_opd.grading.evaluation import Evaluation
+from async_opd.observability.callbacks import Callback, CallbackSink
 from async_opd.observability.run_log import METRICS, RUN_LOG, RunLog
+from async_opd.observability.sinks import Sink
 from async_opd.pipeline import Pipeline
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.properties import examples
@@ -129,7 +133,10 @@ class Life:
     ) -> None:
         made = world(**shape | {"seed": seed}, pace=Straggling(seed))
         config = made.pipeline.config.model_copy(
-            update={"checkpoint": made.pipeline.config.checkpoint.model_copy(update={"every": 1})}
+            update={
+                "checkpoint": made.pipeline.config.checkpoint.model_copy(update={"every": 1}),
+                "eval": made.pipeline.config.eval.model_copy(update={"teachers": True}),
+            }
         )
         faults.into(made, seed)
         self.faults = faults
@@ -139,12 +146,15 @@ class Life:
         self.start = store.newest(self.messages.append)
         if self.start is not None:
             refuse_impossible(self.start.cut, config)  # what a run writes, it accepts
+        evaluated = evaluated_steps(folder)
+        store.forget_evaluations(evaluated, self.messages.append)
         self.world: World = made
         self.checkpointer = Checkpointer(
             store,
             made.trainer,
             config="{}",
             timeout_s=60,
+            keep_best="eval/a/accuracy",
             notify=self.messages.append,
             sizes=lambda: {LEDGER: journal.size},
             sync=journal.sync,
@@ -158,7 +168,7 @@ class Life:
             journal,
             self.checkpointer,
             self.start,
-            evaluated=last_evaluation(folder) if self.start else -1,
+            evaluated=max(evaluated, default=-1),
         )
 
     async def live(self, ticks: int | None, end: str = "kill") -> bool:
@@ -330,6 +340,7 @@ def test_with_a_threshold_that_changes_at_each_resume_each_sample_is_trained_onc
 
 
 SHAPE = {"steps": 6, "n": 2, "k": 2, "s": 0.5}
+FORM = {"train/truncated_share": 0.0, "train/repetition": 0.0, "train/mean_response_tokens": 5.0}
 
 
 def evaluation(seed: int) -> Evaluation:
@@ -343,8 +354,26 @@ def evaluation(seed: int) -> Evaluation:
     return Evaluation(tuple(FakePrompts().next(3)), SamplingSpec(4, 0.0, 1.0, 1), grade)
 
 
+def ahead(world: World) -> None:
+    """Evaluations have replicas of their own, with the weights of the newest snapshot."""
+    generate = world.rollouter.generate
+
+    async def newest(*asked: Any) -> list[Rollout]:
+        spans = (VersionSpan(world.trainer.version, 0, 4),)
+        return [replace(one, version_spans=spans) for one in await generate(*asked)]
+
+    world.rollouter.generate = newest  # type: ignore[method-assign]
+
+
 def live_and_evaluate(
-    folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, until: int | None = None
+    folder: Path,
+    seed: int,
+    shape: dict[str, Any],
+    ticks: int | None,
+    end: str = "kill",
+    *,
+    until: int | None = None,
+    replicas: bool = False,
 ) -> bool:
     """One life of a run whose metrics are kept: they are cut to its checkpoint before."""
     newest = Checkpoints(folder / "checkpoints", 2).newest(lambda text: None)
@@ -359,53 +388,86 @@ def live_and_evaluate(
             Journal(folder / LEDGER, size) as journal,
         ):
             life = Life(folder, journal, seed, shape, NO_FAULTS, evaluation(seed), log)
+            if replicas:
+                ahead(life.world)
             with files_fail_after(None):
                 if until is None:
-                    return await life.live(ticks)
+                    return await life.live(ticks, end)
                 await life.live_until(until)
                 return False
 
     return asyncio.run(run())
 
 
-def evaluated(folder: Path) -> Counter[int]:
-    """How often each step has an evaluation."""
+def steps_with(folder: Path, key: str) -> list[int]:
+    """The steps of all rows that have a metric."""
     lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return Counter(line["step"] for line in lines if "eval/a/accuracy" in line)
+    return [line["step"] for line in lines if key in line]
 
 
 def trained_rows(folder: Path) -> list[int]:
     """The steps of all rows of trained steps."""
-    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return [line["step"] for line in lines if "staleness/mean" in line]
+    return steps_with(folder, "staleness/mean")
+
+
+def named_without_evaluation(folder: Path) -> list[int]:
+    """The steps of which ``run.log`` says that they have no evaluation; first and last of many."""
+    lines = re.findall(r"steps? (\d+)(?: to (\d+))?: no evaluation", (folder / RUN_LOG).read_text())
+    return [at for first, last in lines for at in range(int(first), int(last or first) + 1)]
+
+
+def assert_recorded(folder: Path, shape: dict[str, Any], undisturbed: bool = False) -> None:
+    """Each step has one row, each evaluation that was due one value or a line that says why not."""
+    steps, k = shape["steps"], shape["k"]
+    assert trained_rows(folder) == list(range(1, steps + 1))
+    assert steps_with(folder, "eval_initial/a/accuracy") == [0]
+    found = steps_with(folder, "eval/a/accuracy")
+    named, due = set(named_without_evaluation(folder)), {*range(k, steps, k), steps}
+    assert found == sorted(set(found))
+    assert found[-1] == steps
+    assert due <= {*found, *named}
+    if undisturbed:
+        assert {*found} == due - named
+
+
+ends = st.sampled_from(["kill", "signal", "signal", *BLOWS])
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
 @examples(40)
 @given(
     seed=st.integers(0, 10**6),
-    kills=st.lists(st.integers(0, 1500), max_size=3),
+    lives=st.lists(st.tuples(st.integers(0, 800), ends), max_size=3),
+    replicas=st.booleans(),
     shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k != "seed"}),
 )
-def test_after_any_kills_each_step_has_a_row_and_each_version_at_most_one_evaluation(
-    seed: int, kills: list[int], shape: dict[str, Any]
+def test_however_a_run_is_interrupted_each_step_has_a_row_and_each_due_evaluation_is_accounted_for(
+    seed: int, lives: list[tuple[int, str]], replicas: bool, shape: dict[str, Any]
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not any(
-            live_and_evaluate(folder, seed + number, shape, ticks)
-            for number, ticks in enumerate(kills)
+            live_and_evaluate(folder, seed + number, shape, *life, replicas=replicas)
+            for number, life in enumerate(lives)
         ):
-            assert live_and_evaluate(folder, seed + 99, shape, None)
-        found, rows = evaluated(folder), trained_rows(folder)
-        skipped = (folder / RUN_LOG).read_text().count("no evaluation")
-    steps, k = shape["steps"], shape["k"]
-    assert rows == list(range(1, steps + 1))
-    due = {*range(k, steps, k), steps}
-    assert set(found.values()) == {1}
-    assert {steps} <= set(found) <= due
-    if not kills:
-        assert len(found) + skipped == len(due)
+            assert live_and_evaluate(folder, seed + 99, shape, None, replicas=replicas)
+        assert_recorded(folder, shape, undisturbed=not lives)
+        assert steps_with(folder, "eval_teacher/seconds") == [0]
+        values = Checkpoints(folder / "checkpoints", 2).evaluated.values()
+        assert sorted(values) == steps_with(folder, "eval/a/accuracy")
+
+
+@pytest.mark.parametrize("ticks", [5, 20, 40])
+def test_evaluations_before_training_that_a_signal_broke_off_are_made_after_the_resume(
+    tmp_path: Path, ticks: int
+) -> None:
+    assert not live_and_evaluate(tmp_path, 1, SHAPE, ticks, "signal")
+    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+    assert newest is not None
+    assert newest.cut.step == 0
+    assert live_and_evaluate(tmp_path, 2, SHAPE, None)
+    for key in ("eval_initial/a/accuracy", "eval_teacher/seconds"):
+        assert steps_with(tmp_path, key) == [0]
 
 
 @pytest.mark.parametrize("trained", [2, 4, 5, 8, 9])
@@ -418,8 +480,8 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_with_the_checkpoints_weig
     assert newest is not None
     step = newest.cut.step
     assert live_and_evaluate(tmp_path, 2, shape, None)
-    found = evaluated(tmp_path)
-    assert set(found.values()) == {1}
+    found = steps_with(tmp_path, "eval/a/accuracy")
+    assert len(set(found)) == len(found)
     assert sum(step - step % 2 <= at < step - step % 2 + 2 for at in found) == 1
     assert {12} <= {at for at in found if at > step} <= {*range(step - step % 2 + 2, 13, 2)}
 
@@ -479,6 +541,65 @@ def test_a_queue_that_dies_before_a_resume_has_pushed_its_weights_reissues_nothi
     assert set(life.world.trainer.staleness) == {0}
 
 
+@pytest.mark.parametrize("payloads", [True, False])
+def test_a_queue_that_dies_at_any_moment_of_a_resume_loses_no_scored_sample(
+    tmp_path: Path, payloads: bool
+) -> None:
+    """Several ranks have them in the queue again, one rank holds them itself."""
+    shape = SHAPE | {"s": 2.5, "payloads": payloads}
+    begun, resumed = tmp_path / "begun", tmp_path / "resumed"
+
+    async def begin() -> None:
+        with Journal(begun / LEDGER) as journal, files_fail_after(None):
+            await Life(begun, journal, 1, shape).live_until(3)
+
+    async def live_on(folder: Path, turns: int) -> bool:
+        """The queue dies so long after a restore began. Whether no weights were pushed by then."""
+        start = Checkpoints(folder / "checkpoints", 2).newest(print)
+        assert start is not None
+        with Journal(folder / LEDGER, start.cut.files[LEDGER]) as journal:
+            life = Life(folder, journal, 5, shape)
+            restore, push = life.world.trainer.restore, life.world.sync.push
+            tasks, pushed = list[asyncio.Task[bool]](), asyncio.Event()
+
+            async def dies() -> bool:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                life.world.queue.die()
+                return not pushed.is_set()
+
+            async def restored(directory: str) -> frozenset[str]:
+                tasks.append(asyncio.create_task(dies()))
+                scored = await restore(directory)
+                assert scored
+                return scored
+
+            async def noted() -> Any:
+                report = await push()
+                pushed.set()
+                return report
+
+            life.world.trainer.restore = restored  # type: ignore[method-assign]
+            life.world.sync.push = noted  # type: ignore[method-assign]
+            with files_fail_after(None):
+                assert await life.live(None)
+            return await tasks[0]
+
+    begun.mkdir()
+    asyncio.run(begin())
+    turns = 0
+    while True:
+        shutil.copytree(begun, resumed)
+        before = asyncio.run(live_on(resumed, turns))
+        found = audit(resumed)
+        assert (len(found.trained), found.duplicated, found.in_flight) == (6 * B, (), ()), turns
+        shutil.rmtree(resumed)
+        if not before:
+            break
+        turns += 1
+    assert turns > 10
+
+
 def test_a_full_disk_is_counted_and_told_and_the_run_goes_on(tmp_path: Path) -> None:
     async def run() -> Life:
         with Journal(tmp_path / LEDGER) as journal:
@@ -507,10 +628,11 @@ def test_a_full_disk_is_counted_and_told_and_the_run_goes_on(tmp_path: Path) -> 
 
 
 def test_a_step_the_driver_did_not_hear_of_is_in_the_checkpoint(tmp_path: Path) -> None:
-    async def run() -> int:
+    async def run() -> Life:
         with Journal(tmp_path / LEDGER) as journal:
             life = Life(tmp_path, journal, 1, SHAPE)
             trainer, step = life.world.trainer, life.world.trainer.step
+            trainer.metrics = FORM
 
             async def unheard() -> Any:
                 if trainer.steps == 3:
@@ -521,16 +643,21 @@ def test_a_step_the_driver_did_not_hear_of_is_in_the_checkpoint(tmp_path: Path) 
             trainer.step = unheard  # type: ignore[method-assign]
             with files_fail_after(None):
                 await life.live(3000, end="signal")
-            return trainer.steps
+            return life
 
-    assert asyncio.run(run()) == 4
+    life = asyncio.run(run())
+    assert life.world.trainer.steps == 4
+    assert life.world.log.steps == [1, 2, 3, 4]
     newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
     assert newest is not None
     assert (newest.cut.step, newest.cut.ledger.trained) == (4, 16)
+    assert newest.cut.guardrail.lengths == (5.0,) * 4
     assert len(audit(tmp_path).trained) == 16
 
 
-def logged(folder: Path, ticks: int, end: str, unanswered: int) -> list[int]:
+def logged(
+    folder: Path, ticks: int, end: str, unanswered: int, sinks: Sequence[Sink] = ()
+) -> list[int]:
     """The steps with rows, and last the checkpoint's step, of a run whose reports come to an end.
 
     Step ``unanswered`` and later ones are trained, and the rollout stage reports no more.
@@ -539,7 +666,7 @@ def logged(folder: Path, ticks: int, end: str, unanswered: int) -> list[int]:
     async def run() -> None:
         config = world(**SHAPE).pipeline.config
         with (
-            RunLog(config, folder, sinks=[]) as log,
+            RunLog(config, folder, sinks=[*sinks]) as log,
             Journal(folder / LEDGER) as journal,
             files_fail_after(None),
         ):
@@ -559,6 +686,7 @@ def logged(folder: Path, ticks: int, end: str, unanswered: int) -> list[int]:
 
             life.world.rollouter.report = silent  # type: ignore[method-assign]
             life.world.trainer.step = noting  # type: ignore[method-assign]
+            life.world.trainer.metrics = FORM
             await life.live(ticks, end=end)
 
     asyncio.run(run())
@@ -577,8 +705,44 @@ def test_a_signal_before_a_row_is_made_leaves_the_row_of_what_the_trainer_report
 ) -> None:
     *rows, step = logged(tmp_path, 3000, "signal", unanswered=3)
     assert rows == list(range(1, step + 1))
+    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+    assert newest is not None
+    assert len(newest.cut.guardrail.lengths) == step
     said = (tmp_path / RUN_LOG).read_text()
     assert all(said.count(f"trainer: a note of step {row}.") == 1 for row in rows)
+
+
+class FailingCallback(Callback):
+    def on_row(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3:
+            raise ValueError("a chart is full")
+
+
+def test_a_callback_that_fails_leaves_one_row_of_each_step_of_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    *rows, step = logged(tmp_path, 3000, "signal", 99, [CallbackSink([FailingCallback()])])
+    assert step >= 3
+    assert rows == list(range(1, step + 1))
+
+
+def test_a_row_that_could_not_be_written_comes_before_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, full = RunLog.log, [StageError(LOG, "metrics.jsonl cannot be written")]
+
+    def once_full(made: RunLog, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 3 and full:
+            raise full.pop()
+        log(made, step, metrics)
+
+    monkeypatch.setattr(RunLog, "log", once_full)
+    *rows, step = logged(tmp_path, 3000, "signal", 99)
+    assert step >= 3
+    assert rows == list(range(1, step + 1))
+    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+    assert newest is not None
+    assert len(newest.cut.guardrail.lengths) == step
 
 
 def test_a_trainer_that_is_elsewhere_than_the_ledger_makes_no_checkpoint(tmp_path: Path) -> None:

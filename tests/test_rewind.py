@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import tempfile
 import threading
@@ -22,18 +23,23 @@ from async_opd import training as trainings
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
+from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.mirror import Mirror
+from async_opd.checkpoint.resume import cut_files
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied
 from async_opd.core.reports import Captured
 from async_opd.core.stages import PROMPTS
 from async_opd.files.run_format import write_run_format
+from async_opd.grading.evaluation import Evaluation
 from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.training import Training
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.properties import examples
 from tests.test_pipeline import FakePrompts, FakeTrainer, Straggling, World, shapes, world
+from tests.test_resume import assert_recorded, evaluation, steps_with, trained_rows
 
 B = 4
 DIED = ProcessDied("trainer", "its process died")
@@ -112,13 +118,19 @@ async def train(
     tries: int | None = None,
     faults: Faults = NO_FAULTS,
     keep: int = 2,
+    evaluated: Evaluation | None = None,
+    mirror: Mirror | None = None,
 ) -> Mortal:
+    """A run from its start, or from the newest checkpoint in the folder."""
     write_run_format(folder)
+    start = Checkpoints(folder / "checkpoints", keep).newest(lambda text: None)
     stages = Mortal(shape, tries, faults)
     config = stages.world.pipeline.config
     config = config.model_copy(
         update={
-            "checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep": keep}),
+            "checkpoint": config.checkpoint.model_copy(
+                update={"every": 1, "keep": keep, "keep_best": evaluated and "eval/a/accuracy"}
+            ),
             "log": config.log.model_copy(update={"console": "off", "wandb": "off"}),
         }
     )
@@ -132,9 +144,18 @@ async def train(
                 await asyncio.sleep(0)
             stages.die()
 
-    with RunLog(config, folder, sinks=[]) as log, Journal(folder / LEDGER) as journal:
-        job = Job(config, inputs, folder, None, log, journal)
-        with patch.object(trainings, "_prompts", partial(from_cursor, faults)):
+    size, viewers = start.cut.files[LEDGER] if start else 0, [] if mirror is None else [mirror]
+    with (
+        RunLog(config, folder, sinks=[], viewers=viewers) as log,
+        Journal(folder / LEDGER, size) as journal,
+    ):
+        job = Job(config, inputs, folder, start, log, journal, mirror)
+        if mirror is not None:
+            mirror.notify = log.message
+        with (
+            patch.object(trainings, "_prompts", partial(from_cursor, faults)),
+            patch.object(trainings, "evaluation_of", lambda *_: evaluated),
+        ):
             training = Training(job, stages, text)  # type: ignore[arg-type]
             killer = asyncio.create_task(kill())
             try:
@@ -157,11 +178,25 @@ def test_whenever_the_trainer_dies_each_sample_is_trained_once(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         asyncio.run(train(Path(name), deaths, shape))
-        found = audit(name)
+        found, rows = audit(name), trained_rows(Path(name))
+    assert rows == list(range(1, shape["steps"] + 1))
     prompts = shape["steps"] * B // shape["n"]
     wanted = Counter(f"p{p}/{m}" for p in range(prompts) for m in range(shape["n"]))
     assert Counter(found.trained) == wanted
     assert (found.lost, found.duplicated, found.steps) == ((), (), shape["steps"])
+
+
+@examples(30)
+@given(deaths=st.lists(st.integers(0, 800), min_size=1, max_size=3), **shapes)
+def test_whenever_the_trainer_dies_each_due_evaluation_is_accounted_for(
+    deaths: list[int], **shape: Any
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        stages = asyncio.run(train(folder, deaths, shape, evaluated=evaluation(shape["seed"])))
+        assert_recorded(folder, shape, undisturbed=not stages.rewinds)
+        values = json.loads((folder / "checkpoints/evaluated.json").read_text())["values"]
+        assert sorted(map(int, values)) == steps_with(folder, "eval/a/accuracy")
 
 
 @examples(40)
@@ -220,18 +255,22 @@ async def test_a_trainer_that_dies_too_often_ends_the_run_with_its_error(tmp_pat
         await train(tmp_path, [5], SHAPE, tries=2)
 
 
-async def test_after_a_death_prompts_are_read_ahead_beside_the_event_loop(
+async def test_after_a_death_metrics_are_cut_and_prompts_read_ahead_beside_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
+
+    def cut(run_dir: Path, cut: Cut | None) -> dict[str, float]:
+        threads.append(threading.current_thread())
+        return cut_files(run_dir, cut)
 
     def read_ahead(prompts: FakePrompts) -> None:
         threads.append(threading.current_thread())
 
     monkeypatch.setattr(FakePrompts, "read_ahead", read_ahead)
+    monkeypatch.setattr(trainings, "cut_files", cut)
     await train(tmp_path, [5], SHAPE)
-    assert len(threads) == 2
-    assert threads[1] is not threading.main_thread()
+    assert [one is threading.main_thread() for one in threads] == [True, False, False]
 
 
 # ── rollbacks ──────────────────────────────────────────────────────────────────────────────────
@@ -326,7 +365,7 @@ async def test_a_rewound_pipeline_takes_no_checkpoint(tmp_path: Path) -> None:
 
 async def test_until_the_trainer_is_restored_neither_a_checkpoint_nor_a_model_is_written() -> None:
     made = Mortal(SHAPE, None).world
-    start: Any = SimpleNamespace(cut=made.pipeline.run_state.cut(Captured(0, ())), folder="x")
+    start: Any = SimpleNamespace(cut=made.pipeline.run_state.cut(Captured(0)), folder="x")
     made.pipeline.start = start
     made.pipeline.__post_init__()
     assert not made.pipeline.has_weights

@@ -34,6 +34,7 @@ class ImagesInFlight:
         self._max_bytes = max_bytes
         self._prompts: dict[Uid, tuple[Media, ...]] = {}
         self._users: Counter[Media] = Counter()
+        self._others: dict[str | Uid, list[Prompt]] = {}  # by owner: those of evaluations
         self._begun = False  # the queue was told which images it has to hold
         self._unissued = 0  # samples in flight whose groups wait for room
         self._released = asyncio.Event()
@@ -82,15 +83,31 @@ class ImagesInFlight:
                     self._prompts[uid] = prompt.media
                     self._users.update(set(prompt.media))
             owned: dict[str | Uid, list[Prompt]] = {uid: [one] for uid, one in prompts.items()}
+            owned |= self._others if again else {}
             await bring(queue, owned, complete=again or not self._begun)
             self._begun = True
 
     async def hold_all(self, queue: Queue) -> None:
         """Puts the images of all that is in flight into a new queue, or after a resume.
 
-        Also those of what only the trainer has.
+        Also those of what only the trainer has, and of evaluations that are under way.
         """
         await self.hold(queue, self._ledger.unfinished_groups(()), again=True)
+
+    @asynccontextmanager
+    async def kept(
+        self, queue: Queue, owner: str, prompts: Iterable[Prompt]
+    ) -> AsyncIterator[None]:
+        """As the function ``kept``; a queue that is restarted meanwhile gets the images again."""
+        prompts = [prompt for prompt in prompts if prompt.media]
+        self._others[owner] = prompts  # first: the queue may die while it gets them
+        try:
+            async with kept(queue, owner, prompts):
+                yield
+                async with self._calls:  # a ``hold_all`` under way would keep them after the drop
+                    del self._others[owner]
+        finally:
+            self._others.pop(owner, None)
 
     async def release(self, queue: Queue) -> None:
         """Drops the images of prompts none of whose rollouts is in flight any more."""

@@ -24,9 +24,10 @@ from typing import Protocol
 from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.accounting.ledger import Ledger
+from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import SourceError, StageError
 from async_opd.core.reports import StepReport
-from async_opd.core.samples import DeadLetter, Group, Prompt
+from async_opd.core.samples import DeadLetter, Group, Header, Prompt
 from async_opd.core.stages import Log
 from async_opd.core.uid import Uid
 
@@ -34,6 +35,10 @@ MAX_RESAMPLED = 2
 """Times that a failed rollout is resampled before its group is dead-lettered."""
 MAX_CONSECUTIVE_REFUSED = 1000
 """Bad prompts in one call of ``groups`` that end the run."""
+TOO_OFTEN_STALE = 3
+"""Times that a rollout comes too late for the trainer when the log gets a warning of it."""
+REMEMBERED_STALE = 1 << 16
+"""Rollouts that came too late last, whose times are counted."""
 
 
 class ReplayablePrompts(Protocol):
@@ -61,6 +66,10 @@ class PromptSupply:
     _resampled: Counter[Uid] = field(default_factory=Counter, init=False)
     _logged_resampling: bool = field(default=False, init=False)
     """Only the first resampled rollout gets a message."""
+    _stale: BoundedDict[Uid, int] = field(
+        default_factory=lambda: BoundedDict(REMEMBERED_STALE), init=False
+    )
+    """Times that each rollout came too late."""
     _ungraded: set[Uid] = field(default_factory=set, init=False)
     _fatal: StageError | None = field(default=None, init=False)
     """The error that ends the run, raised when the run state is consistent."""
@@ -142,6 +151,26 @@ class PromptSupply:
             self._logged_resampling = True
             return self.ledger.requeued([dead.header])
         return self._replace_group(dead)
+
+    def stale(self, headers: Iterable[Header]) -> list[Group]:
+        """Groups of one that sample rollouts again which came too late for the trainer.
+
+        None for a copy of one that is trained or a dead letter. A rollout that comes too late again
+        and again is one warning: it lasts longer than the bound allows.
+        """
+        expected = [header for header in headers if self.ledger.expects(header)]
+        for header in expected:
+            self._stale[header.uid] = times = self._stale.get(header.uid, 0) + 1
+            if times == TOO_OFTEN_STALE:
+                self.log.message(
+                    f"{header.uid} was sampled {times} times and came too late each time, the last "
+                    f"time with {header.tokens} tokens of prompt and response: it lasts longer "
+                    "than async.max_version_lag allows, and each time is wasted → raise "
+                    "async.max_version_lag or async.sync_steps, lower rollout.max_tokens, or set "
+                    "async.on_stale to train",
+                    "warning",
+                )
+        return self.ledger.requeued(expected)
 
     def skipped(self, report: StepReport) -> None:
         """Dead-letters the samples of a skipped step; their slots of the budget stay used."""

@@ -1,16 +1,19 @@
 """``roll_backs.json``: the guardrail's rollbacks of a run, which no checkpoint undoes.
 
 Each one lowers the learning rate for the rest of the run; the checkpoints that the run goes back to
-are older than it, so that they cannot hold it.
+are older than it, so that they cannot hold it. It is written before a checkpoint is removed: those
+that the run has left are recognized by its lineage, wherever a copy of them is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from async_opd.accounting.lineage import Lineage
 from async_opd.core.errors import CheckpointError
 from async_opd.files.safe_open import read_bytes, write_atomically
 
@@ -19,20 +22,29 @@ ROLL_BACKS = "roll_backs.json"
 
 @dataclass(frozen=True)
 class RollBack:
-    """The run went back because of what the guardrail found at ``step``."""
+    """The run went back because of what the guardrail found at ``step``.
+
+    ``lineage`` is that of the run from then on; () in files of earlier versions.
+    """
 
     step: int
     reason: str
+    lineage: Lineage = ()
 
 
 _RollBacks = TypeAdapter(list[RollBack])
+
+
+def parse_roll_backs(content: bytes) -> list[RollBack]:
+    """The content of a file. ValueError."""
+    return _RollBacks.validate_json(content)
 
 
 def read_roll_backs(run_dir: Path) -> list[RollBack]:
     """All rollbacks of the run, in order. CheckpointError for a file that was changed."""
     path = run_dir / ROLL_BACKS
     try:
-        return _RollBacks.validate_json(read_bytes(path))
+        return parse_roll_backs(read_bytes(path))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -47,6 +59,15 @@ def read_roll_backs(run_dir: Path) -> list[RollBack]:
 def add_roll_back(run_dir: Path, one: RollBack) -> int:
     """Appends a rollback to the file. Returns the number of all."""
     found = [*read_roll_backs(run_dir), one]
-    content = _RollBacks.dump_json(found, indent=1)
-    write_atomically(run_dir / ROLL_BACKS, content.decode())
+    write_roll_backs(run_dir, found)
     return len(found)
+
+
+def write_roll_backs(run_dir: Path, found: Sequence[RollBack]) -> None:
+    """Replaces the file. OSError."""
+    write_atomically(run_dir / ROLL_BACKS, _RollBacks.dump_json(list(found), indent=1))
+
+
+def lineage_of(found: Sequence[RollBack]) -> Lineage:
+    """The run's lineage after the last rollback; () without one."""
+    return found[-1].lineage if found else ()

@@ -16,6 +16,7 @@ from async_opd.accounting.guardrail import Guardrail, GuardrailState
 from async_opd.accounting.images import ImagesInFlight
 from async_opd.accounting.journal import Journal
 from async_opd.accounting.ledger import Ledger, LedgerState
+from async_opd.accounting.lineage import Lineage
 from async_opd.accounting.replacements import PromptSupply, ReplayablePrompts
 from async_opd.accounting.waste import Waste
 from async_opd.config.run_config import RunConfig
@@ -30,7 +31,8 @@ class Cut:
 
     A sample is trained (counted in ``ledger``), or in flight; of the latter the trainer's files
     hold those that are scored. ``cursor`` is the position in the prompt stream, ``admitted`` the
-    samples that count against the budget, ``files`` the sizes of the append-only files in bytes.
+    samples that count against the budget, ``files`` the sizes of the append-only files in bytes,
+    ``lineage`` that of the run until then.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Cut:
     dead_letters: DeadLettersState = field(default_factory=DeadLettersState)
     guardrail: GuardrailState = field(default_factory=GuardrailState)
     files: dict[str, int] = field(default_factory=dict)
+    lineage: Lineage = ()
 
 
 class RunState:
@@ -104,14 +107,7 @@ class RunState:
         self.step = report.step
 
     def cut(self, captured: Captured) -> Cut:
-        """The cut that belongs to the captured weights. StageError if the trainer's step differs.
-
-        The trainer may be one step ahead: that step is settled here.
-        """
-        # An interrupt can end the driver's wait for a step that the trainer has done.
-        if captured.step == self.step + 1:
-            report = StepReport(captured.step, captured.trained, (), {}, skipped=captured.skipped)
-            self.settle(report)
+        """The cut that belongs to captured weights. StageError if the trainer's step differs."""
         if captured.step != self.step:
             raise StageError(
                 "checkpoint", f"the trainer is at step {captured.step}, the ledger at {self.step}"

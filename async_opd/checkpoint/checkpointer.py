@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
+from async_opd.accounting.lineage import Lineage
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import value_of
 from async_opd.checkpoint.store import Checkpoints
@@ -35,7 +36,7 @@ class Checkpointer:
     compared with; ``notify`` gets a message about every checkpoint, ``written`` the step and
     the folder of every complete one; ``sizes()`` gives the sizes of
     the run directory's append-only files now, ``sync()`` flushes them to the disk. A checkpoint of
-    the step ``evaluating()`` stays: its value is not known yet.
+    the step ``evaluating()`` stays: its value is not known yet. ``lineage`` is that of the run now.
     """
 
     store: Checkpoints
@@ -49,6 +50,7 @@ class Checkpointer:
     sizes: Callable[[], dict[str, int]] = dict
     sync: Callable[[], None] = lambda: None
     evaluating: Callable[[], int | None] = lambda: None
+    lineage: Lineage = ()
     clock: Callable[[], float] = time.perf_counter
     metrics: dict[str, float] = field(
         default_factory=lambda: {"checkpoint/failures": 0.0, "checkpoint/skipped": 0.0}
@@ -72,7 +74,7 @@ class Checkpointer:
             self.metrics["checkpoint/skipped"] += 1
             self.notify(f"a checkpoint is skipped: {error.cause}")
             return
-        cut = replace(cut_of(captured), files=self.sizes())
+        cut = replace(cut_of(captured), files=self.sizes(), lineage=self.lineage)
         self.metrics["checkpoint/capture_s"] = self.clock() - started
         self.metrics["checkpoint/gib"] = captured.nbytes / (1 << 30)
         self._writing = asyncio.create_task(self._write(cut), name=f"checkpoint {cut.step}")

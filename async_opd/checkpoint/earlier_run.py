@@ -11,9 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_opd.accounting.journal import LEDGER
-from async_opd.accounting.roll_backs import ROLL_BACKS
+from async_opd.accounting.lineage import Lineage, continues, is_on_the_way, was_left
+from async_opd.accounting.roll_backs import (
+    ROLL_BACKS,
+    lineage_of,
+    read_roll_backs,
+    write_roll_backs,
+)
 from async_opd.checkpoint.resume import refuse_changes
-from async_opd.checkpoint.run_copies import END, Copy, RunCopies, name_of
+from async_opd.checkpoint.run_copies import END, Copy, Mirrored, RunCopies, name_of
 from async_opd.checkpoint.store import CONFIG, FOLDER, Checkpoints, load
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
 from async_opd.files.kept_steps import KEPT
@@ -71,11 +77,15 @@ def refuse_mirrored(url: str) -> None:
         raise ConfigError([Problem("command line", "checkpoint.mirror", message, remedy)])
 
 
-def newest_mirrored(url: str) -> int:
-    """The newest step at the URL whose copy is complete; 0 without one. CheckpointError."""
+def newest_mirrored(url: str, run_dir: Path) -> int:
+    """The newest step at the URL that a resume may take; 0 without one.
+
+    ConfigError and CheckpointError as ``take_mirrored``.
+    """
     with _answering(url):
-        newest = RunCopies.at(url).newest()
-    return 0 if newest is None else newest[0]
+        there = RunCopies.at(url).mirrored()
+        way = _way(url, run_dir, there)
+    return max((step for step, _ in there.on_the_way(way)), default=0)
 
 
 def refuse_another(folder: Path, identity: str) -> None:
@@ -101,9 +111,11 @@ def _completed(folder: Path) -> bool:
 def take_mirrored(url: str, run_dir: Path, identity: str) -> list[str]:
     """Takes the newest copy at the URL, if its checkpoint is newer than those of the directory.
 
-    Damaged checkpoints of the directory do not count. Every byte is verified before a file of the
-    directory is replaced. Returns messages. ConfigError for a copy of another config, also an older
-    one, and for folders that no mirror wrote: this run's mirror would remove them. CheckpointError
+    Damaged checkpoints of the directory do not count, nor do those that the run has left, here or
+    at the URL: see ``_way``. The directory gets the rollbacks that the URL knows. Every byte is
+    verified before a file of the directory is replaced. Returns messages. ConfigError for a copy of
+    another config, also an older one, for one of another way of the run, and for folders that no
+    mirror wrote: this run's mirror would remove them. CheckpointError
     if no newer copy is whole, or if the store does not answer: a run that began without its
     checkpoints would train them again.
     """
@@ -121,11 +133,17 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
         message = f"{url} has {name_of(steps[-1])}, which no mirror wrote"
         remedy = "name a URL of this run alone"
         raise ConfigError([Problem("--resume", "checkpoint.mirror", message, remedy)])
-    complete = [(step, copy) for step in steps if (copy := copies.complete(name_of(step)))]
-    own = _newest_valid(run_dir / FOLDER) if complete else -1
-    found = [(step, copy) for step, copy in complete if step > own]
-    if complete and not found:
-        _refuse_older(copies, complete[-1][1], partial, identity)
+    there, store = copies.mirrored(), Checkpoints(run_dir / FOLDER, 1)
+    try:
+        way = _way(url, run_dir, there)
+    except ConfigError:
+        for _, copy in there.copies[-1:]:  # of another run? then that is the cause
+            _refuse_older(copies, copy, partial, identity)
+        raise
+    own = _newest_valid(store, way) if there.copies else -1
+    found = [(step, copy) for step, copy in there.on_the_way(way) if step > own]
+    if there.copies and not found:
+        _refuse_older(copies, there.copies[-1][1], partial, identity)
     for step, copy in reversed(found):
         remove_tree(partial)
         try:
@@ -136,6 +154,8 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
             continue
         refuse_changes(checkpoint.config, identity)
         _take_end(copies, partial, step, notes.append)
+        _keep_roll_backs(there, run_dir, partial)
+        notes += _leave(store, way)
         _replace(partial, run_dir, f"{FOLDER}/{name_of(step)}")
         remove_tree(partial)
         return [*notes, f"step {step} is taken from {url}, with the run's other files"]
@@ -143,16 +163,60 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
     if found:
         remedy = f"remove {url}, or checkpoint.mirror from the config, to go on without it"
         raise CheckpointError("checkpoint", "; ".join(notes), remedy)
-    return notes
+    _keep_roll_backs(there, run_dir, run_dir)
+    return notes + _leave(store, way)
 
 
-def _newest_valid(folder: Path) -> int:
-    """The step of the newest checkpoint that is not damaged; -1 if there is none."""
-    for step in reversed(Checkpoints(folder, 1).steps()):
+def _way(url: str, run_dir: Path, there: Mirrored) -> Lineage:
+    """The lineage that the run goes on with: that of the directory, or that of the URL.
+
+    The URL's if a process that took its copy went on elsewhere: then checkpoints which that one did
+    not know are not on the way. ConfigError if it has not come as far as these, or does not know a
+    rollback of the directory: to go on with either would lose the other. CheckpointError.
+    """
+    store, theirs = Checkpoints(run_dir / FOLDER, 1), there.lineage
+    here = store.lineage()
+    if continues(here, theirs):
+        return here
+    newest = max((step for step, _ in there.on_the_way(theirs)), default=-1)
+    allowed = lineage_of(there.roll_backs)
+    further = [
+        step
+        for step, its in store.lineages().items()
+        if step > newest
+        and not is_on_the_way(step, its, theirs)
+        and not was_left(step, its, allowed)
+    ]
+    if continues(theirs, lineage_of(read_roll_backs(run_dir))) and not further:
+        return theirs
+    message = f"{url} has another way of the run, until step {newest}: it went on elsewhere"
+    has = f"step {further[-1]}" if further else "a rollback"
+    message += f", and {run_dir} has {has} that is not on it"
+    remedy = "name another --run-dir to go on from the URL, or another URL to go on from here"
+    raise ConfigError([Problem("--resume", "checkpoint.mirror", message, remedy)])
+
+
+def _newest_valid(store: Checkpoints, way: Lineage) -> int:
+    """The step of the newest checkpoint on the way that is not damaged; -1 if there is none."""
+    for step in reversed(store.steps()):
         with suppress(CheckpointError):
-            load(folder / name_of(step))
-            return step
+            found = load(store.folder / name_of(step))
+            if is_on_the_way(step, found.cut.lineage, way):
+                return step
     return -1
+
+
+def _leave(store: Checkpoints, way: Lineage) -> list[str]:
+    """Leaves the checkpoints that are not on the way; returns messages."""
+    lineages = store.lineages().items()
+    return [store.leave(step) for step, its in lineages if not is_on_the_way(step, its, way)]
+
+
+def _keep_roll_backs(there: Mirrored, run_dir: Path, into: Path) -> None:
+    """Writes ``into`` the rollbacks of the URL or the directory, if there are more than it has."""
+    known = max(there.roll_backs, read_roll_backs(run_dir), key=len)
+    if len(known) > len(read_roll_backs(into)):
+        write_roll_backs(into, known)
 
 
 def _refuse_older(copies: RunCopies, copy: Copy, partial: Path, identity: str) -> None:

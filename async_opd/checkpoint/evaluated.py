@@ -3,7 +3,8 @@
     eval/<source>/accuracy ──mean over what the metric's name matches──► {step: value}
 
 Larger values are better. A value stays after its checkpoint is removed, and becomes invalid where
-the run goes another way from an earlier step, or is resumed with another metric or evaluation.
+the run goes another way from an earlier step, which cuts its evaluation's row, or is resumed with
+another metric or evaluation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -70,14 +71,14 @@ class EvaluatedSteps:
         """Adds the value of a step, or replaces it. CheckpointError or OSError."""
         self._write(self.values() | {step: value})
 
-    def forget_after(self, step: int) -> int:
-        """Removes the values of later steps, whose weights the run does not reach again.
+    def forget_others(self, steps: Collection[int]) -> int:
+        """Removes the values of other steps than ``steps``, whose evaluations the metrics lack.
 
         It removes all values of another measure, and returns their number.
         """
         found = self._read()
         others = len(found.values) if found.measure != self.measure else 0
-        kept = {at: value for at, value in self.values().items() if at <= step}
+        kept = {at: value for at, value in self.values().items() if at in steps}
         if kept != found.values:
             self._write(kept)
         return others

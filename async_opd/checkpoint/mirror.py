@@ -2,6 +2,8 @@
 
     checkpoint, start, rewind ──► sync: the steps at the URL become those of the run directory
     the run's end             ──► sync, and the results besides; waited for, within a bound
+    rollback                  ──► a note at the URL, beside an upload that lasts: copies of steps
+                                  that the run has left are taken by no resume from then on
 
 Training never waits for it. What fails is a warning, counted, and tried again with the next
 checkpoint; a run that completed without a complete copy of its end has failed.
@@ -12,16 +14,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
 from pydantic import TypeAdapter, ValidationError
 
+from async_opd.accounting.roll_backs import ROLL_BACKS, parse_roll_backs
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.run_copies import (
     END,
     RESULTS,
+    TEACHERS,
     Files,
     RunCopies,
     files_to_copy,
@@ -53,16 +58,22 @@ class DamagedCheckpointError(OSError):
 
 
 class Mirror(Sink):
-    """A sink that is told of checkpoints, and copies them in a thread.
+    """A sink that gets the run's checkpoints, and copies them in a thread.
 
-    ``bound_s`` is how long the end of the run waits for it, ``grace_s`` after a signal. ``notify``
+    ``bound_s`` is how long the end of the run waits for it, ``grace_s`` after a signal.
+    ``teachers(step)`` are the folders with the refreshed teachers' weights at a step. ``notify``
     and ``summarize`` are called from the run's event loop only.
     """
 
     required = True  # what it raises, when it is closed, is the run's failure
 
     def __init__(
-        self, store: Checkpoints, copies: RunCopies, bound_s: float, grace_s: float
+        self,
+        store: Checkpoints,
+        copies: RunCopies,
+        bound_s: float,
+        grace_s: float,
+        teachers: Callable[[int], Collection[str]] = lambda step: (),
     ) -> None:
         self.notify: Callable[[str, Level], None] = lambda text, level: None
         self.summarize: Callable[[dict[str, float]], None] = lambda metrics: None
@@ -75,7 +86,10 @@ class Mirror(Sink):
         self._store, self._copies = store, copies
         self._run_dir = store.folder.parent
         self._bound_s, self._grace_s = bound_s, grace_s
+        self._teachers = teachers
         self._me, self._claimed = token_hex(16), False
+        self._noting = threading.Lock()
+        self._noted: bytes | None = None  # the rollbacks that are noted at the URL
         self._ending, self._ended = False, False
         self._began: float | None = None  # when the sync began that is under way
         self._notes: deque[str] = deque(maxlen=WAITING)
@@ -90,7 +104,14 @@ class Mirror(Sink):
         if url is None:
             return None
         store = Checkpoints(run_dir / FOLDER, config.checkpoint.keep)
-        return cls(store, RunCopies.at(url), state_s(config), config.shutdown.grace_s)
+        refreshes = {*config.refreshes.values()}
+
+        def teachers(step: int) -> Collection[str]:
+            version = config.version_after(step)
+            return {f"{TEACHERS}/version_{version - version % every}" for every in refreshes}
+
+        grace_s = config.shutdown.grace_s
+        return cls(store, RunCopies.at(url), state_s(config), grace_s, teachers)
 
     @property
     def name(self) -> str:
@@ -115,6 +136,21 @@ class Mirror(Sink):
             words = f"the mirror has not ended its upload within {self._bound_s:g} s"
             self.notify(f"{words} (checkpoint.timeout_s, checkpoint.min_mib_per_s)", "warning")
         self._worker.put(None)
+
+    def roll_back(self, within_s: float) -> str | None:
+        """Notes the run's rollbacks at the URL; a warning if that fails or takes longer. Blocks."""
+        # a thread of its own: an upload that lasts has the other one
+        worker: BackgroundWorker[None] = BackgroundWorker("rollback", lambda _: self._note(), 1)
+        worker.put(None)
+        cause = f"no answer within {within_s:g} s"
+        try:
+            if worker.close(within_s):
+                return None
+        except Exception as error:  # of stores: the run goes on
+            cause = str(error) or type(error).__name__
+        self.metrics["mirror/failures"] += 1
+        words = f"{self._copies.place} does not have the rollback yet: {cause}"
+        return f"mirror: {words}\n→ until it has, resume the run only in {self._run_dir}"
 
     def rewind(self) -> None:
         """Removes the copies of steps that the run has left."""
@@ -173,7 +209,7 @@ class Mirror(Sink):
 
     def _sync(self, ending: bool) -> None:
         """Makes the copies at the URL those of the checkpoints in the run directory."""
-        self._claim()
+        self._note()
         if not ending:
             self._copies.remove(END)
         for step in reversed(self._store.steps()):
@@ -194,11 +230,22 @@ class Mirror(Sink):
             self._copies.upload(END, files, lambda sent: None)
             self._ended = True
 
-    def _claim(self) -> None:
-        if not self._claimed:
-            self._copies.claim(self._me)
-            self._claimed = True
-        self._copies.refuse_other(self._me)
+    def _note(self) -> None:
+        """Claims the URL, and notes the run's rollbacks there unless they are."""
+        with self._noting:
+            if not self._claimed:
+                self._copies.claim(self._me)
+                self._claimed = True
+            self._copies.refuse_other(self._me)
+            content = b"[]"
+            with suppress(FileNotFoundError):
+                content = read_bytes(self._run_dir / ROLL_BACKS)
+            if content != self._noted:
+                number = len(parse_roll_backs(content))
+                if number:
+                    self._copies.remove(END)  # of the run before
+                self._copies.note(content, number)
+                self._noted = content
 
     def _upload_unless_damaged(self, step: int) -> None:
         """Uploads a checkpoint; a damaged one that is not the newest is left out, with a warning.
@@ -227,7 +274,8 @@ class Mirror(Sink):
             there = self._copies.complete(name_of(step))
             if there and there.files.get(f"{within}/{MANIFEST}") == checksum(manifest):
                 return
-            names = [*files_to_copy(self._run_dir), f"{within}/{MANIFEST}"]
+            names = [*files_to_copy(self._run_dir, *self._teachers(step))]
+            names += [f"{within}/{MANIFEST}"]
             names += [f"{within}/{name}" for name in _manifest(before)]
 
             def check(sent: Files) -> None:

@@ -164,14 +164,13 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     return last
 
 
-def last_evaluation(run_dir: Path) -> int:
-    """The last step at which ``metrics.jsonl`` has an evaluation of the student; -1: none."""
-    evaluated = (
+def evaluated_steps(run_dir: Path) -> set[int]:
+    """The steps at which ``metrics.jsonl`` has an evaluation of the student."""
+    return {
         row.step
         for _, row in _logged(run_dir)
         if any(key.startswith("eval/") for key in row.values)
-    )
-    return max(evaluated, default=-1)
+    }
 
 
 def _logged(run_dir: Path) -> Iterator[tuple[str, MetricsRow]]:

@@ -2,6 +2,8 @@
 
     URL/step_40/   metrics.jsonl, ledger.jsonl, config.yaml, …, checkpoints/step_40/…, files.json
     URL/end/       the same without a checkpoint, with model/, best/, evals/, microscope/, media/
+    URL/roll_backs_2.json   ``roll_backs.json`` after the second rollback: copies that a rollback
+                   has left are recognized by it, though they are still there
 
 ``files.json`` has the size and SHA-256 of every other file, and is written last: without it, or
 with another content than these, nothing is taken for a copy. Nothing in a copy is unpickled.
@@ -9,7 +11,9 @@ with another content than these, nothing is taken for a copy. Nothing in a copy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +21,21 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.checkpoint.store import EVALUATED, FOLDER
+from async_opd.accounting.lineage import Lineage, is_on_the_way, longest
+from async_opd.accounting.roll_backs import RollBack, lineage_of, parse_roll_backs
+from async_opd.checkpoint.store import CUT, EVALUATED, FOLDER, parse_cut
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.remote import Changed, RemoteFile
 from async_opd.processes.background import each_of
 
 LISTING, END, WRITER = "files.json", "end", "writer"
-MAX_LISTING_BYTES, MAX_WRITER_BYTES = 64 << 20, 64
+MAX_LISTING_BYTES, MAX_WRITER_BYTES, MAX_ROLL_BACKS_BYTES = 64 << 20, 64, 16 << 20
 AT_ONCE = 4
 """Files of a copy that are transferred at the same time."""
 TEACHERS = "teachers"
 RESULTS = ("model", "best", "evals", "microscope", "media")
 """Folders that only the copy of the end has."""
+_ROLL_BACKS = re.compile(r"roll_backs_(\d{1,9})\.json")
 _SUFFIXES = (".json", ".jsonl", ".yaml", ".log")
 _LOCAL = {"trace.json", "live.json", "dashboard.json"}
 
@@ -52,10 +59,10 @@ def may_be_copied(name: str) -> bool:
 
 
 def files_to_copy(run_dir: Path, *folders: str) -> Iterator[str]:
-    """The run directory's own files, those of ``teachers/``, and those below these folders."""
+    """The run directory's own files, and those below these folders."""
     found = [path for path in run_dir.iterdir() if path.is_file()]
     found.append(run_dir / FOLDER / EVALUATED)
-    for folder in (TEACHERS, *folders):
+    for folder in folders:
         found += (run_dir / folder).rglob("*")
     for path in found:
         name = path.relative_to(run_dir).as_posix()
@@ -68,6 +75,31 @@ class Copy(NamedTuple):
 
     name: str
     files: Files
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """The complete copies with a checkpoint at a URL, by step, and the rollbacks noted there.
+
+    ``lineages`` has those whose cut can be read.
+    """
+
+    copies: Sequence[tuple[int, Copy]]
+    lineages: Mapping[int, Lineage]
+    roll_backs: Sequence[RollBack]
+
+    @property
+    def lineage(self) -> Lineage:
+        """That of the run, as far as it is known here."""
+        return longest([lineage_of(self.roll_backs), *self.lineages.values()])
+
+    def on_the_way(self, later: Lineage) -> list[tuple[int, Copy]]:
+        """Copies that a run of this lineage comes from, and those whose lineage is not known."""
+        return [
+            (step, copy)
+            for step, copy in self.copies
+            if step not in self.lineages or is_on_the_way(step, self.lineages[step], later)
+        ]
 
 
 @dataclass(frozen=True)
@@ -96,10 +128,51 @@ class RunCopies:
             return None
         return Copy(name, files) if all(map(may_be_copied, files)) else None
 
+    def mirrored(self) -> Mirrored:
+        """All complete copies with a checkpoint."""
+        found = ((step, self.complete(name_of(step))) for step in self.steps())
+        copies = [(step, copy) for step, copy in found if copy is not None]
+        lineages: dict[int, Lineage] = {}
+        for step, copy in copies:
+            with suppress(FileNotFoundError, Changed, ValueError):  # who takes the copy reports it
+                lineages[step] = self._lineage(step, copy)
+        return Mirrored(copies, lineages, self._roll_backs())
+
+    def _lineage(self, step: int, copy: Copy) -> Lineage:
+        name = f"{FOLDER}/{name_of(step)}/{CUT}"
+        if (expected := copy.files.get(name)) is None:
+            raise FileNotFoundError(name)
+        content = (self.place / copy.name / name).read(expected.bytes)
+        if WrittenFile(len(content), hashlib.sha256(content).hexdigest()) != expected:
+            raise Changed(name)
+        return parse_cut(content).lineage
+
     def newest(self) -> tuple[int, Copy] | None:
-        """The newest complete copy with a checkpoint."""
-        found = ((step, self.complete(name_of(step))) for step in reversed(self.steps()))
-        return next(((step, copy) for step, copy in found if copy is not None), None)
+        """The newest complete copy with a checkpoint that the run has not left."""
+        found = self.mirrored()
+        return max(found.on_the_way(found.lineage), key=lambda one: one[0], default=None)
+
+    def _roll_backs(self) -> list[RollBack]:
+        """Those of the newest note that can be read: writing one may have been cut off."""
+        for number in reversed(self._notes()):
+            with suppress(FileNotFoundError, ValueError):
+                return parse_roll_backs(self._note(number).read(MAX_ROLL_BACKS_BYTES))
+        return []
+
+    def note(self, content: bytes, number: int) -> None:
+        """Notes all rollbacks of a run, so many; later ones, of another run, are removed."""
+        for later in self._notes():
+            if later > number:
+                self._note(later).remove()
+        if number:
+            self._note(number).write(content)
+
+    def _notes(self) -> list[int]:
+        matches = map(_ROLL_BACKS.fullmatch, self.place.names())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _note(self, number: int) -> RemoteFile:
+        return self.place / f"roll_backs_{number}.json"
 
     def upload(self, name: str, files: Mapping[str, Path], check: Callable[[Files], None]) -> Files:
         """Makes a copy of local files. What ``check`` raises of them keeps it incomplete."""

@@ -8,13 +8,14 @@
           │ guardrail's window if it may roll the run back
           ▼
     step_N.damaged/    a file is missing, unexpected or changed: skipped, kept for inspection
+    step_N.left/       the run has gone back to before it, or has gone on from a mirror without it
 
 Calls block: callers use a thread. Files are JSON and safetensors; none is unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from secrets import token_hex
 
 from pydantic import TypeAdapter, ValidationError
 
+from async_opd.accounting.lineage import Lineage, longest, was_left
+from async_opd.accounting.roll_backs import lineage_of, read_roll_backs
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import EvaluatedSteps, measure_of
 from async_opd.config.run_config import RunConfig
@@ -163,32 +166,46 @@ class Checkpoints:
         numbers = (name.removeprefix(".step_").partition(".")[0] for name in parts)
         return {*self.steps(), *(int(number) for number in numbers if number.isdecimal())}
 
+    def before(self, step: int) -> int:
+        """The step that ``roll_back`` goes back to; 0 without a checkpoint."""
+        first, *later = self.steps() or [0]
+        return max([one for one in later if one <= step], default=first)
+
     def roll_back(self, step: int) -> None:
         """Removes the checkpoints after ``step``; the oldest one stays. OSError."""
-        _, *later = self.steps() or [step]
-        for one in later:
-            if one > step:
+        newest = self.before(step)
+        for one in self.steps():
+            if one > newest:
                 remove_tree(self.folder / f"step_{one}")
 
-    def newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
-        """The newest valid checkpoint; ``notify`` gets a message about each damaged one.
-
-        Unfinished checkpoints are removed, and evaluations of later steps, or by another measure,
-        are forgotten. CheckpointError if the folder is a link.
-        """
-        found = self._newest(notify)
-        try:
-            others = self.evaluated.forget_after(found.cut.step if found else -1)
-            if others:
-                notify(
-                    f"the values of {others} evaluated steps are not compared: checkpoint.keep_best"
-                    ", data.eval or settings of eval were others"
-                )
-        except CheckpointError as error:
-            notify(str(error))
+    def lineages(self) -> dict[int, Lineage]:
+        """The lineage of each step's checkpoint whose cut can be read."""
+        found: dict[int, Lineage] = {}
+        for step in self.steps():
+            with suppress(OSError, ValueError):
+                content = read_bytes(self.folder / f"step_{step}" / CUT)
+                found[step] = parse_cut(content).lineage
         return found
 
-    def _newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
+    def lineage(self) -> Lineage:
+        """That of the run until now, with its rollbacks. CheckpointError: they cannot be read."""
+        back = lineage_of(read_roll_backs(self.folder.parent))
+        return longest([back, *self.lineages().values()])
+
+    def leave(self, step: int) -> str:
+        """Renames a checkpoint that the run has left; returns a message. OSError."""
+        path = self.folder / f"step_{step}"
+        left = path.with_name(f"{path.name}.left")
+        remove_tree(left)
+        path.rename(left)
+        return f"the run has gone on without step {step}: it is skipped, and is now {left.name}"
+
+    def newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
+        """The newest valid checkpoint that no rollback has left.
+
+        ``notify`` gets a message about each damaged or left one that is newer. Unfinished ones
+        are removed. CheckpointError if the folder is a link, or rollbacks cannot be read.
+        """
         try:
             refuse_link(self.folder)
         except OSError as error:
@@ -196,16 +213,32 @@ class Checkpoints:
             raise CheckpointError("checkpoint", str(error), remedy) from error
         for part in self.folder.glob(".step_*.partial"):
             remove_tree(part)
+        back = lineage_of(read_roll_backs(self.folder.parent))
         for step in reversed(self.steps()):
             path = self.folder / f"step_{step}"
             try:
-                return load(path)
+                found = load(path)
+                if not was_left(step, found.cut.lineage, back):
+                    return found
+                notify(self.leave(step))  # the run was killed before it removed it
             except CheckpointError as error:
                 damaged = path.with_name(path.name + ".damaged")
                 remove_tree(damaged)
                 path.rename(damaged)
                 notify(f"{error.cause}: it is skipped, and is now {damaged.name}")
         return None
+
+    def forget_evaluations(self, logged: Collection[int], notify: Callable[[str], None]) -> None:
+        """Forgets the values of steps whose evaluation is not ``logged``, or by another measure."""
+        try:
+            others = self.evaluated.forget_others(logged)
+            if others:
+                notify(
+                    f"the values of {others} evaluated steps are not compared: checkpoint.keep_best"
+                    ", data.eval or settings of eval were others"
+                )
+        except CheckpointError as error:
+            notify(str(error))
 
 
 def superseded(steps: Sequence[int], keep: int, window: int) -> list[int]:
@@ -218,6 +251,11 @@ def superseded(steps: Sequence[int], keep: int, window: int) -> list[int]:
     before = sum(step <= steps[-1] - window for step in steps) if steps else 0
     needed = {*steps[-keep:], *steps[max(before - 1, 0) : before + 1]}
     return [step for step in steps if step not in needed]
+
+
+def parse_cut(content: bytes) -> Cut:
+    """The content of a checkpoint's ``cut.json``. ValueError."""
+    return _Cut.validate_json(content)
 
 
 def load(folder: Path) -> Checkpoint:
@@ -236,7 +274,7 @@ def load(folder: Path) -> Checkpoint:
             for (name, file), now in zip(manifest.items(), read, strict=True):
                 if now != file:
                     raise ValueError(f"{name} was changed or cut off")
-        cut = _Cut.validate_json(read_bytes(folder / CUT))
+        cut = parse_cut(read_bytes(folder / CUT))
         if folder.name != f"step_{cut.step}":
             raise ValueError(f"its {CUT} is of step {cut.step}")
         return Checkpoint(folder, cut, read_text(folder / CONFIG))

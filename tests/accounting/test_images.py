@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,6 +19,7 @@ from async_opd.core.row import Media
 from async_opd.core.samples import NO_VERSION, Group, Header, Prompt
 from async_opd.core.stages import PROMPTS
 from async_opd.queue.message_queue import MessageQueue
+from tests.test_pipeline import MortalQueue
 
 IMAGE = 10
 
@@ -33,7 +35,7 @@ class Driver:
     """The queue, the ledger of groups of two, and the images; batches have two samples."""
 
     def __init__(self, max_images: int = 100) -> None:
-        self.queue = MessageQueue((PROMPTS,), 100, 1 << 20, 60.0)
+        self.queue: Any = MortalQueue(lambda: MessageQueue((PROMPTS,), 100, 1 << 20, 60.0))
         self.ledger = Ledger(2)
         self.images = ImagesInFlight(self.ledger, batch_size=2, max_bytes=max_images * IMAGE)
 
@@ -47,7 +49,7 @@ class Driver:
         await self.images.put(self.queue, groups, waits)
 
     async def held(self) -> int:
-        return (await self.queue.media_stats()).images
+        return int((await self.queue.media_stats()).images)
 
 
 async def test_an_image_is_in_the_queue_before_its_group() -> None:
@@ -129,6 +131,18 @@ async def test_images_of_an_evaluation_are_held_while_it_lasts() -> None:
     await driver.put(driver.admitted(prompt("p", 1)))
     async with kept(driver.queue, "evaluation 1", [prompt("e", 1, 2), prompt("f")]):
         assert await driver.held() == 2
+    assert await driver.held() == 1
+
+
+async def test_a_new_queue_gets_the_images_of_an_evaluation_that_is_under_way() -> None:
+    driver = Driver()
+    await driver.put(driver.admitted(prompt("p", 1)))
+    async with driver.images.kept(driver.queue, "eval", [prompt("e", 2), prompt("f")]):
+        driver.queue.die()
+        await driver.images.hold_all(driver.queue)
+        assert await driver.held() == 2
+    assert await driver.held() == 1
+    await driver.images.hold_all(driver.queue)
     assert await driver.held() == 1
 
 

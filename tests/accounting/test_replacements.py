@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.accounting import replacements
 from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.accounting.ledger import Ledger
@@ -40,11 +41,12 @@ class Stream:
 @dataclass
 class Told:
     messages: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     dead: list[DeadLetter] = field(default_factory=list)
     summary: dict[str, float] = field(default_factory=dict)
 
     def message(self, text: str, level: str = "info") -> None:
-        self.messages.append(text)
+        (self.warnings if level == "warning" else self.messages).append(text)
 
     def dead_letter(self, lost: DeadLetter) -> None:
         self.dead.append(lost)
@@ -312,3 +314,42 @@ def test_a_run_that_has_to_end_takes_no_further_prompts() -> None:
         with pytest.raises(StageError, match="are dead letters"):
             admitted(made)
     assert next(stream.numbers) <= 12
+
+
+def late(uid: str, tokens: int = 900) -> Header:
+    return Header(uid, tokens, 0, 0, "t")
+
+
+def test_a_rollout_that_comes_too_late_three_times_is_one_warning() -> None:
+    made = desk()
+    admitted(made, groups=2)
+    for times in range(1, 6):
+        groups = made.supply.stale([late("p0/1", 100 * times)])
+        assert [(group.prompt.uid, group.members) for group in groups] == [("p0", (1,))]
+        assert len(made.told.warnings) == (times >= 3)
+    (warning,) = made.told.warnings
+    assert warning.startswith("p0/1 was sampled 3 times")
+    assert "with 300 tokens" in warning
+    assert "→ raise async.max_version_lag" in warning
+    assert made.ledger.counts["requeued"] == 5
+
+
+def test_late_copies_of_a_trained_rollout_are_neither_sampled_again_nor_counted() -> None:
+    made = desk()
+    admitted(made)
+    for _ in range(2):
+        made.supply.stale([late("p0/0")])
+    made.ledger.trained([late("p0/0")], 1)
+    assert made.supply.stale([late("p0/0")]) == []
+    assert made.told.warnings == []
+
+
+def test_only_the_rollouts_that_came_too_late_last_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replacements, "REMEMBERED_STALE", 1)
+    made = desk()
+    admitted(made)
+    for uid in ("p0/0", "p0/0", "p0/1", "p0/0"):
+        made.supply.stale([late(uid)])
+    assert made.told.warnings == []

@@ -26,7 +26,7 @@ class Writes:
         self.begun, self.written = asyncio.Event(), asyncio.Event()
 
     async def capture(self) -> Captured:
-        return Captured(4, ())
+        return Captured(4)
 
     async def checkpoint(self, folder: str, _: Any) -> dict[str, Any]:
         self.begun.set()

@@ -42,11 +42,11 @@ def test_a_step_that_is_evaluated_again_has_the_later_value(tmp_path: Path) -> N
     assert steps.values() == {4: 0.5}
 
 
-def test_values_of_later_steps_are_forgotten_at_a_rewind(tmp_path: Path) -> None:
+def test_values_whose_rows_were_cut_are_forgotten(tmp_path: Path) -> None:
     steps = EvaluatedSteps(tmp_path / "evaluated.json")
-    steps.add(4, 0.25)
-    steps.add(8, 0.5)
-    steps.forget_after(4)
+    for step, value in ((4, 0.25), (6, 0.9), (8, 0.5)):
+        steps.add(step, value)
+    steps.forget_others({2, 4})
     assert steps.values() == {4: 0.25}
 
 
@@ -61,7 +61,7 @@ def test_values_of_another_measure_are_not_compared(tmp_path: Path) -> None:
 def test_values_of_another_measure_are_forgotten_and_counted_at_a_resume(tmp_path: Path) -> None:
     EvaluatedSteps(tmp_path / "evaluated.json", "greedy").add(4, 0.9)
     sampled = EvaluatedSteps(tmp_path / "evaluated.json", "sampled")
-    assert (sampled.forget_after(8), sampled.forget_after(8)) == (1, 0)
+    assert (sampled.forget_others({4}), sampled.forget_others({4})) == (1, 0)
 
 
 ROW = Row("0:0", "sort", "sort 21=", "12", {})

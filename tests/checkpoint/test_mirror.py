@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.accounting.journal import LEDGER
+from async_opd.accounting.lineage import Lineage
 from async_opd.checkpoint.earlier_run import is_completed, refuse_mirrored, take_mirrored
 from async_opd.checkpoint.fetched_run import run_at
 from async_opd.checkpoint.mirror import TRIES, Mirror
@@ -50,8 +52,8 @@ def _empty_store() -> Iterator[None]:
 class LocalRun:
     """A run directory as a run makes it: its journal grows, and each checkpoint is another one."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, keep: int = 2, lineage: Lineage = ()) -> None:
+        self.folder, self.lineage = folder, lineage
         self.store = Checkpoints(folder / "checkpoints", keep)
         self.made = 0
         self.ledgers: dict[bytes, bytes] = {}  # of each checkpoint ever made
@@ -69,7 +71,7 @@ class LocalRun:
         part = self.store.begin(step)
         (part / "trainer.safetensors").write_bytes(state)
         files = {"trainer.safetensors": written_file(part / "trainer.safetensors")}
-        made = replace(cut(step), files={LEDGER: len(ledger)})
+        made = replace(cut(step), files={LEDGER: len(ledger)}, lineage=self.lineage)
         self.store.commit(part, made, identity, files)
         self.ledgers[state] = ledger
 
@@ -235,6 +237,49 @@ def test_a_run_that_went_back_leaves_no_newer_copy(tmp_path: Path) -> None:
     run.roll_back()
     sync(run)
     assert RunCopies.at(URL).steps() == [2]
+
+
+def copied_teachers(run: LocalRun, written: str) -> dict[int, set[str]]:
+    """The folders of teachers in each step's copy; a folder is removed while it is uploaded."""
+    teachers = {"a": {"kind": "self", "refresh_every": 2}, "b": {"model": "b"}}
+    settings = config(teachers=teachers, checkpoint={"mirror": URL}, **{"async": {"sync_steps": 1}})
+    for name in ("version_2", "version_4", "version_4.part", written):
+        (run.folder / "teachers" / name).mkdir(parents=True, exist_ok=True)
+        (run.folder / "teachers" / name / "model.safetensors").write_bytes(name.encode())
+    mirror = Mirror.of(settings, run.folder)
+    assert mirror is not None
+    upload = RemoteFile.upload
+
+    def tidied(self: RemoteFile, source: Path) -> Any:
+        shutil.rmtree(run.folder / "teachers" / written, ignore_errors=True)
+        return upload(self, source)
+
+    with patch.object(RemoteFile, "upload", tidied):
+        mirror._sync(False)
+    found: dict[int, set[str]] = {}
+    for step in RunCopies.at(URL).steps():
+        copy = RunCopies.at(URL).complete(f"step_{step}")
+        assert copy is not None
+        found[step] = {name.split("/")[1] for name in copy.files if name.startswith("teachers/")}
+    return found
+
+
+def test_a_copy_has_the_teachers_of_its_own_checkpoint_only(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    run.train(5)
+    assert copied_teachers(run, "version_6") == {2: {"version_2"}, 5: {"version_4"}}
+
+
+def test_the_copy_of_the_end_has_no_teachers(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    (run.folder / "teachers" / "version_2").mkdir(parents=True)
+    (run.folder / "teachers" / "version_2" / "model.safetensors").touch()
+    assert run.mirror().close(summary("completed")) is None
+    end = RunCopies.at(URL).complete(END)
+    assert end is not None
+    assert not any(name.startswith("teachers/") for name in end.files)
 
 
 def test_a_run_directory_that_is_gone_removes_no_copy(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
-from async_opd.checkpoint.resume import cut_files, identity, last_evaluation, refuse_changes
+from async_opd.checkpoint.resume import cut_files, evaluated_steps, identity, refuse_changes
 from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load, superseded
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError
@@ -81,27 +81,16 @@ def test_values_that_cannot_be_read_are_reported_and_no_checkpoint_is_lost(tmp_p
     (tmp_path / "evaluated.json").write_text("damaged")
     said: list[str] = []
     written(tmp_path, 4, keep=1)
-    newest = store.newest(said.append)
-    assert newest is not None
-    assert (newest.cut.step, store.steps(), store.best()) == (4, [4], None)
+    store.forget_evaluations((), said.append)
+    assert (store.steps(), store.best()) == ([4], None)
     assert "evaluated.json cannot be read" in said[0]
-
-
-def test_evaluations_after_the_newest_checkpoint_are_forgotten_with_their_weights(
-    tmp_path: Path,
-) -> None:
-    store = written(tmp_path, 2)
-    store.evaluated.add(2, 0.1)
-    store.evaluated.add(4, 0.9)
-    store.newest(refused)
-    assert store.evaluated.values() == {2: 0.1}
 
 
 def test_a_resume_tells_that_earlier_values_are_of_another_evaluation(tmp_path: Path) -> None:
     written(tmp_path, 2).evaluated.add(2, 0.9)
     said: list[str] = []
     store = replace(written(tmp_path, 4), measure="another")
-    store.newest(said.append)
+    store.forget_evaluations({2}, said.append)
     assert said == [
         "the values of 1 evaluated steps are not compared: checkpoint.keep_best, data.eval or "
         "settings of eval were others"
@@ -310,7 +299,7 @@ def test_evaluations_of_weights_after_the_checkpoint_are_cut_with_their_files(
     for name in ("step_0", "step_4", "step_8", "step_12", "teachers"):
         (tmp_path / EVALS / f"{name}.jsonl").touch()
     assert cut_files(tmp_path, cut(8))["eval/a/accuracy"] == 0.2
-    assert last_evaluation(tmp_path) == 4
+    assert evaluated_steps(tmp_path) == {4}
     left = sorted(path.stem for path in (tmp_path / EVALS).iterdir())
     assert left == ["step_0", "step_4", "teachers"]
 
