@@ -16,7 +16,7 @@ WORKER = "benchmarks.bare_worker.BareWorker"
 
 
 class BareWorker(FreshnessWorker):
-    """``collective_rpc`` calls its methods by name, while the engine is paused."""
+    """``on_workers`` calls its methods by name, while the engine is paused."""
 
     if TYPE_CHECKING:
         weight_transfer_engine: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from rollouter.adapter_worker import AdapterWorker
@@ -89,12 +89,7 @@ def loading(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], 
 
 
 class FaultyWorker(FreshnessWorker):
-    """``collective_rpc`` begins and ends a fault."""
-
-    if TYPE_CHECKING:
-        _weight_update_active: bool
-
-        def finish_weight_update(self) -> None: ...
+    """``on_workers`` begins and ends a fault."""
 
     def begin_fault(self, name: str) -> None:
         """Updates go wrong from now on."""
@@ -122,11 +117,6 @@ class FaultyWorker(FreshnessWorker):
     def end_fault(self) -> None:
         """Updates are right again."""
         self._fault.close()
-
-    def finish_refused_update(self) -> None:
-        """Finishes an update whose tensors the replica refused: a real one is built anew."""
-        if self._weight_update_active:
-            self.finish_weight_update()
 
     def _patch(self, owner: Any, name: str, value: Any) -> None:
         self._fault.enter_context(mock.patch.object(owner, name, value))

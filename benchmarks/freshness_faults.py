@@ -117,8 +117,7 @@ async def caught(w: World, name: str, step: float = STEP) -> str:
     or an empty text. They are rebuilt without the fault.
     """
     w.move(step)
-    engines = [replica._engine for replica in w.replicas]
-    await engines[-1].collective_rpc("begin_fault", args=(name,))
+    await w.replicas[-1]._rpc("begin_fault", name)
     refused = []
     try:
         with of_the_trainer(w, name):
@@ -127,7 +126,7 @@ async def caught(w: World, name: str, step: float = STEP) -> str:
         refused = [str(error)]
     wrong = sorted(str(one) for one in w.failures.values() if isinstance(one, WrongWeights))
     reasons = refused + wrong
-    await engines[-1].collective_rpc("end_fault")
+    await w.replicas[-1]._rpc("end_fault")
     await w.mend()
     return reasons[0] if reasons else ""
 

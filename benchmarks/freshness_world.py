@@ -172,7 +172,7 @@ class World:
 
     async def _rebuilt(self, member: Member[Any]) -> Any:
         replica = self.replicas[member.index]
-        await replica._engine.collective_rpc("finish_refused_update")
+        await replica._rpc("end_update")
         await self.sync.rejoin(member.index, replica, 1)
         return replica
 

@@ -129,8 +129,7 @@ class Bare:
             transport.send(buffer, 60.0)
 
     async def _on_all(self, method: str, *arguments: Any) -> None:
-        calls = (r._engine.collective_rpc(method, args=arguments) for r in self._replicas)
-        await asyncio.gather(*calls)
+        await asyncio.gather(*(r._rpc(method, *arguments) for r in self._replicas))
 
 
 async def measured(learner: Any, path: Path, repeats: int, chunk_bytes: int) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_opd.processes.engine_workers import FaultReturningWorker
 from async_opd.weight_sync.digests import Digests
 
 ADAPTER_ID = 1
 
 
-class AdapterWorker:
-    """``collective_rpc`` calls its methods by name, in engines with ``enable_lora``."""
+class AdapterWorker(FaultReturningWorker):
+    """``on_workers`` calls its methods by name, in engines with ``enable_lora``."""
 
     if TYPE_CHECKING:
         model_runner: Any

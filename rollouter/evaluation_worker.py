@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
 
+from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
@@ -32,16 +34,18 @@ class EvaluationWorker:
         self._broken_off = asyncio.Event()
         self._open = asyncio.Event()
         self._open.set()
+        self._stopped = asyncio.Event()
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """``sampling.n`` answers to each prompt, in order."""
-        return await gather_or_cancel(
+        """``sampling.n`` answers to each prompt, in order. StageError if it is stopped before."""
+        answers = gather_or_cancel(
             *(
                 self._answer(prompt, rollout_uid(prompt.uid, index), sampling)
                 for prompt in prompts
                 for index in range(sampling.n)
             )
         )
+        return await race(answers, _stop_error(self._stopped))
 
     async def _answer(self, prompt: Prompt, uid: Uid, sampling: SamplingSpec) -> Rollout:
         async with self._slots.evaluation():
@@ -54,6 +58,11 @@ class EvaluationWorker:
     async def _ended(self) -> None:
         await self._broken_off.wait()
 
+    def stop(self) -> None:
+        """Ends all answers that were asked for until now: nobody waits for them any more."""
+        self._stopped.set()
+        self._stopped = asyncio.Event()
+
     def break_off(self) -> None:
         """Ends the answers in flight; they begin again after ``go_on``."""
         self._open.clear()
@@ -63,3 +72,8 @@ class EvaluationWorker:
         """Lets answers begin."""
         self._broken_off.clear()
         self._open.set()
+
+
+async def _stop_error(stopped: asyncio.Event) -> NoReturn:
+    await stopped.wait()
+    raise StageError("student", "the replica was stopped before its evaluation ended")

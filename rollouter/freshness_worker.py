@@ -12,7 +12,7 @@ and vLLM's own. An update that never reaches it has no digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,12 @@ EXTENSION = "rollouter.freshness_worker.FreshnessWorker"
 
 
 class FreshnessWorker(AdapterWorker):
-    """vLLM adds it to the bases of its worker; ``collective_rpc`` calls its methods by name."""
+    """vLLM adds it to the bases of its worker; ``on_workers`` calls its methods by name."""
+
+    if TYPE_CHECKING:
+        _weight_update_active: bool
+
+        def finish_weight_update(self) -> None: ...
 
     def record_received(self) -> None:
         """Records the tensors of the next update, until ``received_digests``."""
@@ -40,6 +45,11 @@ class FreshnessWorker(AdapterWorker):
             return load(model, received.add_all(weights), **options)
 
         model.load_weights = recorded
+
+    def end_update(self) -> None:
+        """Ends an update that other workers did not receive, so that the next one can begin."""
+        if self._weight_update_active:
+            self.finish_weight_update()
 
     def received_digests(self) -> dict[str, str]:
         """Digests of the tensors that the loader was given since ``record_received``, by name.

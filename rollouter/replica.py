@@ -17,16 +17,18 @@ from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
-)
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
+from async_opd.core.errors import (
+    RolloutFault,
+    StageError,
+    TransferAborted,
+    WeightSyncError,
+    WorkersFailed,
+)
 from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
@@ -37,6 +39,7 @@ from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.models.processor import prompts_of
 from async_opd.observability.activity import Activity
 from async_opd.observability.trace_events import GRADE
+from async_opd.processes.engine_workers import on_workers
 from async_opd.processes.exit_watch import ExitWatch
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import race
@@ -115,11 +118,8 @@ class StudentReplica:
         """Waits until the engine answers, then names the weights version 0. Returns its workers."""
         await self._engine.check_health()
         await self._engine.update_weight_version("0")
+        await self._rpc("refuse_broken_sleep")
         await self._load_adapter()
-        return self._workers
-
-    @property
-    def _workers(self) -> int:
         return int(self._engine.vllm_config.parallel_config.world_size)
 
     async def run(self) -> None:
@@ -128,7 +128,8 @@ class StudentReplica:
         await self._exit_watch.within(work)
 
     async def stop(self) -> None:
-        """See RolloutWorker.stop."""
+        """See RolloutWorker.stop. An evaluation's requests end, too: ``sleep`` waits for none."""
+        self._evaluation.stop()
         await self._worker.stop()
 
     async def _roll(self, prompt: Prompt, uid: Uid) -> Rollout:
@@ -196,8 +197,7 @@ class StudentReplica:
         """Joins the transfer group with this engine's workers at ``rank_offset``."""
         ranks = {"rank_offset": rank_offset, "world_size": rendezvous.world_size}
         info = ranks | chunk_info(self._transport.__name__, rendezvous)
-        request = WeightTransferInitRequest(init_info=info)
-        await self._exit_watch.within(self._engine.init_weight_transfer_engine(request))
+        await self._rpc("init_weight_transfer_engine", info)
 
     async def pause(self, on_sync: str) -> None:
         """Stops sampling; ``on_sync`` names what happens to requests in flight.
@@ -224,28 +224,29 @@ class StudentReplica:
         """
         if meta.digests:
             await self._rpc("record_received")
-        await self._exit_watch.within(self._engine.start_weight_update())
+        await self._rpc("start_weight_update")
         update = {
             "names": list(meta.names),
             "dtype_names": list(meta.dtype_names),
             "shapes": [list(shape) for shape in meta.shapes],
         }
         try:
-            request = WeightTransferUpdateRequest(update_info=update)
-            await self._exit_watch.within(self._engine.update_weights(request))
-        except Exception as error:
-            unchanged = WEIGHTS_UNCHANGED in str(error)
-            if not unchanged and WEIGHTS_MIXED not in str(error):
+            await self._rpc("update_weights", update)
+        except WorkersFailed as error:
+            faults = [fault for fault in error.faults if fault]
+            if not all(WEIGHTS_UNCHANGED in fault or WEIGHTS_MIXED in fault for fault in faults):
                 raise
-            if not unchanged or self._workers > 1:  # other workers may have replaced some of theirs
-                self._mixed = str(error)
-            raise TransferAborted(self._spec.name, str(error)) from error
+            if not all(WEIGHTS_UNCHANGED in fault for fault in error.faults):
+                self._mixed = error.cause
+                await self._rpc("end_update")
+            raise TransferAborted(self._spec.name, error.cause) from error
         if meta.digests:
             refuse_other_digests(self._spec.name, meta, await self._rpc("received_digests"))
 
     async def finish(self, version: int) -> None:
         """Sets the version of the new weights. WeightSyncError if the engine reports another."""
-        await self._exit_watch.within(self._engine.finish_weight_update(str(version)))
+        await self._rpc("finish_weight_update")
+        await self._exit_watch.within(self._engine.update_weight_version(str(version)))
         await self._load_adapter()
         found = await self._exit_watch.within(self._engine.get_weight_version())
         if found != str(version):
@@ -277,11 +278,13 @@ class StudentReplica:
 
     async def _load_adapter(self) -> None:
         if self._adapter is not None:
-            await self._exit_watch.within(self._engine.collective_rpc("load_adapter"))
+            await self._rpc("load_adapter")
 
-    async def _rpc(self, method: str) -> list[dict[str, str]]:
-        """Calls a method of FreshnessWorker in every worker of the engine."""
-        return list(await self._exit_watch.within(self._engine.collective_rpc(method)))
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of vLLM's worker, or of FreshnessWorker, in every worker."""
+        return await self._exit_watch.within(
+            on_workers(self._engine, self._spec.name, method, *args)
+        )
 
     # ── time sharing with colocated teachers ───────────────────────────────────────────────────
 
@@ -296,11 +299,13 @@ class StudentReplica:
         """
         if await self._gate.close():
             await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
+            await self._rpc("refuse_broken_sleep")
 
     async def wake(self) -> None:
         """Takes the GPU back, with the weights from before ``sleep``."""
         self._gate.abandon_close()
         await self._engine.wake_up()
+        await self._rpc("refuse_broken_sleep")
         self._gate.open()
 
     def _compute(self, tokens: int) -> None:

@@ -83,7 +83,7 @@ class StudentEngineSpec:
                 rollout.min_p,
             ),
             eos_ids=eos_ids,
-            transfer_backend=chosen(config.sync.backend, device, rollout.host is not None),
+            transfer_backend=chosen(config.sync_backend, device),
             concurrency=rollout.concurrency,
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
             grader=None

@@ -11,6 +11,7 @@ or the rebuilt one. When all replicas are gone, the last one's error ends the ru
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +26,12 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.event_log import EventLog
 from async_opd.processes.events import Event
-from async_opd.processes.members import Member, MemberSet, Policy
+from async_opd.processes.members import Member, MemberSet, Policy, Probe
 from async_opd.queue.sizes import calls
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.liveness import ANSWER_S, CombinedProgress
 from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.waits import Waits
 
 REPORT_S = 10.0
 """Seconds for a report: a replica without one is left out of the stage's report."""
@@ -46,7 +48,7 @@ class RolloutReplica(Protocol):
     async def run(self) -> None: ...
 
     async def stop(self) -> None:
-        """Ends ``run``; its unfinished rollouts never reach the queue."""
+        """Ends ``run`` and all answers under way; unfinished rollouts never reach the queue."""
 
     async def alive(self) -> None:
         """Returns if the replica works; raises or hangs if not."""
@@ -81,6 +83,8 @@ class RollouterStage:
         answer_s: float = ANSWER_S / 2,
         current: asyncio.Event | None = None,
         pool: str = "rollout",
+        start_s: float = math.inf,
+        displaced: Probe[RolloutReplica] | None = None,
     ) -> None:
         """Without ``rebuild`` a replica that fails is GONE.
 
@@ -88,6 +92,7 @@ class RollouterStage:
         weights than it should. None: all of them may from the start.
 
         ``answer_s`` bounds the answer of each replica to ``progress``; see liveness.answer_s.
+        ``start_s`` and ``displaced``: see Policy.
         """
         self._served: Counter[str] = Counter()  # reports, one a step, with finished rollouts
         policy = Policy[RolloutReplica](
@@ -95,12 +100,15 @@ class RollouterStage:
             serve=self._serve,
             alive=self._alive,
             leave=lambda member: queue.release(PROMPTS, member.value.consumer),
+            displaced=displaced,
             rebuild=rebuild,
             reached=lambda member: self._served[member.name],
             needed=1,
+            start_s=start_s,
         )
-        self.members = MemberSet(pool, replicas, policy, timer)
         self._event_log = EventLog()
+        self.members = MemberSet(pool, replicas, policy, timer)
+        self.members.waits = Waits(self._event_log.append, timer)
         self.members.listen(self.note)
         self._progress = CombinedProgress({}, answer_s, timer)
         self._current = current or asyncio.Event()

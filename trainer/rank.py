@@ -30,6 +30,7 @@ from trainer.losses.chunked import Head, objective_run
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, merged, token_sums
 from trainer.mixtures.routing import replay_routing
+from trainer.notes import note
 from trainer.offload import move, park
 from trainer.optimizer import adamw
 from trainer.parallel.context import ACROSS, Context
@@ -111,6 +112,8 @@ class Rank:
         self.sight: Sight | None = None  # of a student that sees
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
+        if self.size.unknown:
+            note(f"train/tflops and train/mfu are missing: {self.size.unknown}")
         self.peak_tflops = peak_tflops(device, self.half, train.peak_tflops)
         # Dropout and router noise stay off: the engines sampled without them.
         model.eval()
@@ -245,7 +248,7 @@ class Rank:
     def reference(self, rows: Sequence[HeldRow]) -> Reference:
         """Log-probabilities of held rows; every rank computes all of them."""
         rounding = ROUNDING[torch.bfloat16 if self.half else torch.float32]
-        return reference_of(self.model, self.logits, rows, rounding, self.sight)
+        return reference_of(self.model, self.logits, rows, rounding, self.sight, self.layers)
 
     # ── its part of the state: nothing here communicates ───────────────────────────────────────
 

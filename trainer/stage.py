@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.reports import Captured, Progress, StageReport, StepReport
-from async_opd.core.samples import Header, Sample
+from async_opd.core.samples import Sample
 from async_opd.core.stages import TRAINER
 from async_opd.core.uid import Uid
 from async_opd.core.written_file import WrittenFile
@@ -102,8 +102,7 @@ class TrainerStage:
         # A single rank needs no GPU to copy its tensors; several gather theirs over the GPUs.
         self._gathers = self._gpus if rank_group.ranks > 1 else nullcontext()
         self._step = 0
-        self._trained: tuple[Header, ...] = ()  # by the last step
-        self._skipped = ""
+        self._report: StepReport | None = None  # of the last step
         self._version = 0
         self._captured: _Captured | None = None
         self._writing: asyncio.Task[Mapping[str, WrittenFile]] | None = None
@@ -127,29 +126,30 @@ class TrainerStage:
             with self._activity.busy() as begun:
                 report = await self._compute(train)
                 computed = self._activity.since(begun)
+            metrics = {
+                **report.metrics,
+                "train/wait_s": wait_s,
+                "train/wait_gpu_s": gpu_s,
+                "train/duplicates": float(self._batcher.duplicates),
+                "train/duplicate_tokens": float(self._batcher.duplicate_tokens),
+            }
+            if self._max_lag is not None:
+                metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
             self._step += 1
-            self._trained, self._skipped = taken.headers, report.skipped
+            # with the weights: a checkpoint has it too if the answer is lost
+            self._report = done = StepReport(
+                self._step,
+                taken.headers,
+                staleness,
+                metrics,
+                taken.requeued,
+                report.skipped,
+                report.notes,
+                computed,
+            )
         await self._batcher.done()
         self._tokens += sum(header.tokens for header in taken.headers)
-        metrics = {
-            **report.metrics,
-            "train/wait_s": wait_s,
-            "train/wait_gpu_s": gpu_s,
-            "train/duplicates": float(self._batcher.duplicates),
-            "train/duplicate_tokens": float(self._batcher.duplicate_tokens),
-        }
-        if self._max_lag is not None:
-            metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
-        return StepReport(
-            self._step,
-            taken.headers,
-            staleness,
-            metrics,
-            taken.requeued,
-            report.skipped,
-            report.notes,
-            computed,
-        )
+        return done
 
     async def _take(self) -> tuple[TrainBatch, Callable[[], LearnerReport]]:
         """A batch whose samples this rank, or each of several ranks, has; and the step on it."""
@@ -197,7 +197,7 @@ class TrainerStage:
         async with self._weights:
             nbytes = await self._compute(self._learner.capture, self._version)
             self._captured = _Captured(self._version, self._batcher.copy_held())
-        return Captured(self._step, self._trained, self._skipped, nbytes)
+        return Captured(self._step, self._report, nbytes)
 
     async def checkpoint(
         self, directory: str, in_flight: frozenset[Uid]
@@ -223,7 +223,7 @@ class TrainerStage:
         samples = await asyncio.to_thread(read_scored, Path(directory))
         async with self._gpus, self._weights:
             stamp = await self._compute(self._learner.restore, directory)
-            self._step, self._version = stamp.step, stamp.version
+            self._step, self._version, self._report = stamp.step, stamp.version, None
         self._batcher.hold(samples)
         return frozenset(sample.rollout.uid for sample in samples)
 

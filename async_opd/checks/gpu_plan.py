@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_opd.checks.resources import Pool
+from async_opd.memory.pools import EVAL
 
 RANKS = "train"
 """The pool whose units are kept on few nodes: ranks talk to each other in every layer."""
@@ -211,3 +212,57 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
         + "".join(f"  {cell.rjust(width)}" for cell, width in zip(row[1:], widths[1:], strict=True))
         for row in rows
     ]
+
+
+def levels(
+    units: Collection[Unit], placed: Collection[Unit], hosts: Collection[str] = ()
+) -> dict[Unit, int]:
+    """How important each unit is for the run to go on; 0 is the most important.
+
+    The trainer, a replica of each teacher, a replica of the student, then all others. Of a pool it
+    is a replica that is placed, if one is. ``hosts`` are the pools whose GPUs teachers share.
+    """
+    found: dict[Unit, int] = {}
+    firsts: set[str] = set()
+    for unit in sorted(units, key=lambda unit: unit not in placed):
+        if unit.pool == RANKS:
+            found[unit] = 0
+        elif unit.pool in firsts or unit.pool == EVAL:
+            found[unit] = 3
+        else:
+            found[unit] = 1 if unit.pool in hosts or unit.pool.startswith("teachers.") else 2
+        firsts.add(unit.pool)
+    return found
+
+
+def given_up(
+    waiting: Sequence[Unit],
+    placed: Mapping[Unit, str],
+    free: Mapping[str, int],
+    level: Mapping[Unit, int],
+) -> list[Unit]:
+    """The placed units that give their GPUs to more important ones, which no node has room for.
+
+    ``waiting`` units come in the order of their importance; ``free``: free GPUs by node.
+    """
+    room, given = dict(free), list[Unit]()
+    for unit in waiting:
+        fitting = [node for node in room if room[node] >= unit.gpus]
+        if fitting:
+            room[min(fitting, key=room.__getitem__)] -= unit.gpus
+            continue
+        choices = []
+        for node in room:
+            there = (u for u, at in placed.items() if at == node and u not in given)
+            taken, gpus = list[Unit](), room[node]
+            for one in sorted(there, key=lambda u: -level[u]):
+                if gpus < unit.gpus and level[one] > level[unit]:
+                    taken.append(one)
+                    gpus += one.gpus
+            if gpus >= unit.gpus:
+                choices.append((-min(level[one] for one in taken), _gpus(taken), node, taken))
+        if choices:
+            *_, node, taken = min(choices, key=lambda choice: choice[:3])
+            given += taken
+            room[node] += _gpus(taken) - unit.gpus
+    return given

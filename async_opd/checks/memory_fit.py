@@ -7,14 +7,22 @@ async_opd.memory: bytes by term ──► fault with all terms, the largest firs
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from async_opd.checks.gpu_memory import host_of, share_of
+from async_opd.checks.gpu_memory import beside, host_of, share_of
 from async_opd.checks.resources import gpu_bytes, guests_of, pools, section_of
+from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
+from async_opd.memory.defaults import (
+    cache_bytes,
+    needed_tokens,
+    with_lengths,
+    with_recomputation,
+)
 from async_opd.memory.pools import (
     CONTEXT,
     EVAL,
@@ -28,6 +36,7 @@ from async_opd.memory.pools import (
 from async_opd.memory.pools import pool_memory as pools_of
 from async_opd.memory.step import Terms
 from async_opd.models.engine_args import Device, share_left
+from async_opd.models.model_files import ModelError
 
 NEAR = 0.9
 """A rank that needs more than this share of a GPU is noted: a plan may be wrong by a tenth."""
@@ -61,7 +70,7 @@ def this_machine(config: RunConfig, device: Device, gpus: int | None = None) -> 
     """
     if device == "cpu":
         return Machine(device, _host_bytes())
-    known = gpus if gpus and not config.cluster.address else None
+    known = gpus if gpus and not config.cluster.joins else None
     return Machine(device, gpu_bytes(config), host=_host_bytes() if known else None, gpus=known)
 
 
@@ -69,6 +78,46 @@ def faults_of_memory(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     """Pools that need more than there is; nothing where that is not known."""
     for fault in list(_faults(config, machine)):
         yield section_of(fault.pool), fault.text, _remedy(config, fault, machine)
+
+
+def faults_of_cache(config: RunConfig, machine: Machine) -> Iterator[Problem]:
+    """Engines whose KV cache holds less than one of their longest sequences: vLLM refuses them.
+
+    Only what fits otherwise, and whose sequences and memory are known.
+    """
+    config = with_lengths(config)
+    for pool in pools_of(config, machine):
+        if pool.name in ("train", EVAL):
+            continue
+        tokens, needed = cache_bytes(config, pool.name, machine)
+        left = _section(config, pool.name).engine.cpu_kv_cache_mib << 20
+        if machine.device == "cuda":
+            room = _room(config, pool.name, machine) if machine.total else sys.maxsize
+            left = room - sum(pool.gpu.values()) + LEAST
+            left = left if left >= LEAST else sys.maxsize  # another fault
+        if needed > left:
+            fault = f"a sequence of max_model_len {tokens} has {in_gib(needed)} of keys and values"
+            fault += f"; the engine's KV cache has {in_gib(left)}"
+            key = f"{section_of(pool.name)}.engine.max_model_len"
+            yield key, fault, _shorter(config, machine)
+
+
+def _shorter(config: RunConfig, machine: Machine) -> str:
+    """How an engine's longest sequence fits its KV cache."""
+    more = "raise engine.cpu_kv_cache_mib" if machine.device == "cpu" else "raise tensor_parallel"
+    if needed_tokens(config) is None:
+        return f"set data.max_prompt_tokens, which bounds max_model_len too, or {more}"
+    return f"lower data.max_prompt_tokens or rollout.max_tokens, or {more}"
+
+
+def with_defaults(config: RunConfig, device: Device) -> RunConfig:
+    """The config with all defaults that depend on device, models and memory."""
+    machine = this_machine(config, device)
+    config = resolved(with_lengths(config), device)
+    try:
+        return with_recomputation(config, machine, beside(config, "train", machine.sizes))
+    except ModelError:  # its weights are not on this machine
+        return config
 
 
 def near(config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -102,7 +151,7 @@ def memory_rows(config: RunConfig, machine: Machine) -> Iterator[tuple[str, ...]
             if terms:
                 listed = _listed(terms)
                 if where == "GPU" and pool.name != "train" and machine.total is not None:
-                    left = _room(config, pool.name, machine.total) - sum(terms.values()) + LEAST
+                    left = _room(config, pool.name, machine) - sum(terms.values()) + LEAST
                     listed += f"; KV cache of at most {_cache(config, pool.name, machine, left)}"
                 total = in_gib(sum(terms.values()))
                 yield pool.name, str(pool.processes), where, total, listed
@@ -134,7 +183,7 @@ def _gpu_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[_Fa
             continue
         if pool.name == EVAL and host_of(config, "rollout") == "rollout":
             continue  # its engines are those of rollout
-        room, needed = _room(config, pool.name, total), sum(pool.gpu.values())
+        room, needed = _room(config, pool.name, machine), sum(pool.gpu.values())
         if needed > room:
             what = "a rank" if pool.name == "train" else "an engine"
             fault = f"{what} needs {_needs(pool.gpu)}; its GPU has {in_gib(total)}"
@@ -269,12 +318,13 @@ def _with(config: RunConfig, name: str, changes: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"teachers": teachers})
 
 
-def _room(config: RunConfig, name: str, total: int) -> int:
-    """Bytes of a GPU of its own that a pool may take, its context included."""
+def _room(config: RunConfig, name: str, machine: Machine) -> int:
+    """Bytes of a GPU of known size that a pool may take, its context included."""
+    total = machine.total or 0
     if name == "train":
         return total
     fixed = share_of(config, name)
-    share = share_left(total, CONTEXT) if fixed is None else fixed
+    share = share_left(total, beside(config, name, machine.sizes)) if fixed is None else fixed
     return min(int(share * total) + CONTEXT, total)
 
 

@@ -15,7 +15,7 @@ from async_opd.config.sections.loss import ScoreKind, cuts, score_kind, scored_t
 from async_opd.config.sections.teachers import EndpointTeacher, EngineTeacher, SelfTeacher
 from async_opd.models.hub import named_models
 from async_opd.models.lm_head import HeadFiles, LogitShape
-from async_opd.models.model_files import ModelError, ModelFiles
+from async_opd.models.model_files import QUANTIZED, ModelError, ModelFiles
 from async_opd.models.own_files import foreign
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
@@ -28,8 +28,9 @@ UNAVAILABLE: dict[ScoreKind, str] = {
 HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes that vLLM's CPU attention has kernels for."""
 
-OVERRIDES = {"head_dtype", "architectures"}
-"""Keys of a model's configuration that engines may override: they change no result."""
+OVERRIDES = {"head_dtype", "architectures", *QUANTIZED}
+"""Keys of a model's configuration that engines may override: they change no result but by rounding,
+which is the purpose of the last two (see ``ModelChecks.quantized``)."""
 
 
 def _shown(variable: str) -> str:
@@ -37,6 +38,16 @@ def _shown(variable: str) -> str:
     if looks_like_a_variable(variable):
         return variable
     return "variable of the given name, which is not shown, for it may be the key itself"
+
+
+def quantization(config: RunConfig, student: ModelFiles | None) -> str:
+    """The config's key by which the student's engines are quantized; empty if by none."""
+    extra = config.rollout.engine.extra
+    overrides = extra.get("hf_overrides")
+    given = extra | (overrides if isinstance(overrides, dict) else {})
+    if any(given.get(key) is not None for key in ("quantization", *QUANTIZED)):
+        return "rollout.engine.extra"
+    return "student.model" if student is not None and student.quantized else ""
 
 
 @dataclass
@@ -290,6 +301,27 @@ class ModelChecks:
             if quantized and engine.head_dtype == "float32":
                 message = "the head of this model is quantized: its engine computes no float32"
                 self.found.add(f"{section}.engine.head_dtype", message, "set it to model")
+
+    def quantized(self) -> None:
+        """Checks that no proof of freshness is asked of quantized student engines.
+
+        They round so coarsely that held rows do not show outdated weights (ADR 13).
+        """
+        key = quantization(self.config, self.files.get("student.model"))
+        if not key:
+            return
+        every = self.config.sync.verify_every
+        blind = "the student's engines are quantized, and their rounding hides outdated weights"
+        if every:
+            message = f"{blind} from the proof that sync.verify_every: {every} asks for"
+            remedy = (
+                "set sync.verify_every: 0, to train on samples of weights that are not proved to "
+                "be the trainer's, or do not quantize the student's engines"
+            )
+            self.found.add(key, message, remedy)
+            return
+        unproved = "with sync.verify_every: 0 nothing proves that they have the trainer's weights"
+        self.found.notes.append(f"{key}: {blind}: {unproved}")
 
     def positions(self) -> None:
         """Checks that engines stay within their models' positions, and do not alter the student."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from async_opd.core.errors import Problem, StageError
 from async_opd.files.safe_open import read_text
-from async_opd.processes.listening import interface_address
+from async_opd.processes.listening import interface_address, interface_of
 
 PACKAGES = {
     "torch": ("torch",),
@@ -64,6 +65,8 @@ class Probe:
     """``cluster.interface``."""
     sees: bool = False
     """A model of the run computes images."""
+    address: str | None = None
+    """The node's address in Ray, which an interface has to have if none is named."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
         {name: os.environ[name] for name in AGREED if name in os.environ},
         _shm_mib(),
         {path: fault for path, fault in folders.items() if fault},
-        _interface_fault(probe.interface),
+        _interface_fault(probe),
         gpus,
     )
 
@@ -145,7 +148,7 @@ def _model_fault(folder: str, expected: Mapping[str, int]) -> str:
 def _run_dir_fault(probe: Probe) -> str:
     """Reads the driver's file, and writes and removes one of its own."""
     folder = Path(probe.run_dir or "")
-    own = folder / f"{probe.name}-{platform.node()}-{os.getpid()}"
+    own = folder / f"{probe.name}-{secrets.token_hex(8)}"  # containers share host names and pids
     try:
         if read_text(folder / probe.name) != probe.content:
             return "has another driver's files"
@@ -156,10 +159,12 @@ def _run_dir_fault(probe: Probe) -> str:
     return ""
 
 
-def _interface_fault(name: str | None) -> str:
+def _interface_fault(probe: Probe) -> str:
     try:
-        if name is not None:
-            interface_address(name)
+        if probe.interface is not None:
+            interface_address(probe.interface)
+        elif probe.address is not None:
+            interface_of(probe.address)
     except StageError as error:
         return error.cause
     return ""
@@ -195,7 +200,7 @@ def node_problems(
 ANSWER = "see Ray's logs on the node, or take it out of the cluster"
 INSTALL = "install the same on every node, or take the node out of the cluster"
 SET = "set it in the driver's environment: all processes of the run get it from there"
-NAME = "name one that every node has, or leave it out"
+NAME = "name one that every node has, or start Ray with --node-ip-address and one of its addresses"
 MOUNT = "every node has to have the folder under this path: use a file system that all share"
 RESIZE = "docker run --shm-size, or a larger tmpfs"
 

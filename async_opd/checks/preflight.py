@@ -17,14 +17,13 @@ from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
 from async_opd.checks.images.families import check_families
 from async_opd.checks.images.training import check_seeing_student
-from async_opd.checks.memory_fit import faults_of_memory, near, this_machine
+from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
 from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_device
 from async_opd.checks.room import Room
 from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.checks.templates import check_templates
-from async_opd.checks.torch_builds import KEY, fault_of_builds
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
@@ -72,11 +71,11 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     config, partial = with_cached(config, found.notes)
     config, unclear = with_cached_data(config, where, found.notes)
     found.problems.extend(unclear)
-    _builds(found)
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()
     models.heads()
+    models.quantized()
     models.positions()
     complete = None if "student.model" in partial else models.files.get("student.model")
     check_adapters(config, complete, found)
@@ -125,13 +124,6 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
     return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest)
-
-
-def _builds(found: Findings) -> None:
-    """Reports libraries that cannot be imported beside this torch."""
-    fault = fault_of_builds()
-    if fault is not None:
-        found.add(KEY, *fault, where="this Python")
 
 
 def _mirror(config: RunConfig, found: Findings) -> None:
@@ -194,7 +186,7 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
         return
     wanted = pools(config)
     total = sum(pool.gpus for pool in wanted)
-    if total > gpus and not config.cluster.address:  # of a cluster to join only Ray knows the GPUs
+    if total > gpus and not config.cluster.joins:  # of a cluster to join only Ray knows the GPUs
         terms = " + ".join(pool.term for pool in wanted)
         found.add(
             "cluster",
@@ -208,11 +200,11 @@ def _memory(
     config: RunConfig, found: Findings, models: ModelChecks, device: Device, gpus: int
 ) -> None:
     """Checks that every pool fits its GPUs, or the host, as far as their memory is known."""
-    if found.problems or models.partial or (device == "cpu" and config.cluster.address):
+    if found.problems or models.partial or (device == "cpu" and config.cluster.joins):
         return
     machine = this_machine(config, device, gpus)
     try:
-        problems = list(faults_of_memory(config, machine))
+        problems = [*faults_of_memory(config, machine), *faults_of_cache(config, machine)]
     except ModelError as error:  # its weights: its other files are checked
         keys = {"student.model": config.student.model} | {
             f"teachers.{name}.model": config.teacher_model(name) for name in config.teachers

@@ -51,7 +51,7 @@ def gpu_bytes(config: RunConfig) -> int | None:
     """
     if config.cluster.gpu_memory_gib is not None:
         return int(config.cluster.gpu_memory_gib * (1 << 30))
-    return None if config.cluster.address else _smallest_gpu()
+    return None if config.cluster.joins else _smallest_gpu()
 
 
 def _smallest_gpu() -> int | None:
@@ -65,11 +65,14 @@ def _smallest_gpu() -> int | None:
 
 
 def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
-    """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster."""
+    """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster.
+
+    A run asks a cluster that it joins first (``api.prepared``).
+    """
     if config.cluster.device != "auto":
         return config.cluster.device
     gpus = gpu_count() if gpus is None else gpus
-    return "cuda" if gpus or config.cluster.address else "cpu"
+    return "cuda" if gpus or config.cluster.joins else "cpu"
 
 
 @dataclass(frozen=True)

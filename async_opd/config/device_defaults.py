@@ -92,10 +92,11 @@ FULL_GRADIENTS_SHARE = 8
 def reduces_once(train: TrainConfig, entries: int, memory: int) -> bool:
     """Whether ranks with so many bytes reduce gradients of ``entries`` numbers once a step.
 
-    Each then has all of them as float32, 4 bytes an entry, beside its shard, in the backward pass.
+    Each then has all of them as float32, 4 bytes an entry, beside its shard, in the backward pass:
+    on its GPU, also where ``train.offload`` keeps the shards in host memory to save just that.
     """
     if train.reduce_gradients == "auto":
-        return 4 * entries <= memory // FULL_GRADIENTS_SHARE
+        return train.offload != "parameters" and 4 * entries <= memory // FULL_GRADIENTS_SHARE
     return train.reduce_gradients == "step"
 
 

@@ -29,6 +29,7 @@ SOURCES = {
 TRANSPORTS = {
     "gloo": "rollouter.transports.gloo",
     "nccl": "rollouter.transports.nccl",
+    "shared_memory": "rollouter.transports.shared_memory",
 }
 """Modules with both ends of a weight transport, by ``sync.backend``."""
 

@@ -176,11 +176,21 @@ class RunConfig(Section):
             if len(beginnings(sources)) > 1:
                 yield key, "found from_step or until_step", "only data.train has steps: remove it"
 
+    @property
+    def sync_backend(self) -> str:
+        """``sync.backend``; instead of ``auto`` the one where NCCL is none: on shared GPUs.
+
+        Only a run that joins no cluster is known to be on one machine.
+        """
+        if self.sync.backend != "auto" or self.rollout.host is None:
+            return self.sync.backend
+        return "gloo" if self.cluster.address else "shared_memory"
+
     def _colocation_faults(self) -> Iterator[tuple[str, str, str]]:
         """What does not go together with rollout engines on the trainer's GPUs."""
         if self.sync.backend == "nccl":
             fault = "found nccl, which refuses two processes on one GPU: the trainer and an engine"
-            yield "sync.backend", fault, "set it to auto, which is gloo here"
+            yield "sync.backend", fault, "set it to auto, which goes through host memory here"
         for name, teacher in self.teachers.items():
             if teacher.host == "train":
                 fault = (
@@ -223,6 +233,15 @@ class RunConfig(Section):
         """
         share = 1 + Fraction(str(self.async_.staleness_threshold))
         return math.floor(share * self.async_.sync_steps * self.train.batch_size)
+
+    @property
+    def refreshes(self) -> dict[str, int]:
+        """Versions between two refreshes of each teacher that is refreshed."""
+        return {
+            name: teacher.refresh_every
+            for name, teacher in self.teachers.items()
+            if isinstance(teacher, SelfTeacher) and teacher.refresh_every
+        }
 
     def version_after(self, step: int) -> int:
         """The newest weight version whose weights are complete after a step."""

@@ -152,7 +152,7 @@ def resting(config: RunConfig, machine: Machine) -> Terms:
     if config.rollout.host == "train":
         return kept
     step = step_of(config, machine)
-    return states(replace(step, on_host=step.on_host | {"gradients"})) | kept
+    return states(replace(step, on_host=step.on_host | {"gradients"}, reduces_once=False)) | kept
 
 
 def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
@@ -162,6 +162,28 @@ def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
         return (step.trained or 0) * 4
     sent = replace(step.size, floats=step.size.floats - step.still)
     return sent.engine_bytes(engine_dtype(config.rollout.engine, device))
+
+
+def _received(config: RunConfig, machine: Machine) -> Terms:
+    """What a worker of a student's engine has received in host memory, and not loaded yet.
+
+    On a CPU all that is sent. On a GPU one chunk, the copies of its tensors, and tensors before it
+    of a layer that is not complete: a bound. NCCL sends to GPUs; shared memory is the trainer's,
+    and only copies are a worker's.
+    """
+    backend, device = config.sync_backend, machine.device
+    if device == "cuda" and backend in ("nccl", "auto"):
+        return {}
+    step, chunk = step_of(config, machine), config.sync.chunk_mib << 20
+    sent = _snapshot(config, step, device)
+    dtype = engine_dtype(config.rollout.engine, device)
+    copies = chunk + step.size.block * (4 if dtype == "float32" else 2)
+    if backend == "shared_memory":
+        return {"received weights": min(sent, copies)}
+    if device == "cpu":
+        return {"received weights": sent}
+    held = max(chunk, step.size.head_bytes(dtype)) + copies
+    return {"received weights": min(sent + chunk, held)}
 
 
 def _recorded(config: RunConfig) -> Terms:
@@ -193,17 +215,19 @@ def _heads(config: RunConfig, machine: Machine) -> Terms:
 def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
     """Host memory of a rank has its part of a checkpoint, a copy of what is trained.
 
-    The first rank has the snapshot.
+    The first rank has the snapshot, and its copy that engines on this machine map.
     """
     step = step_of(config, machine)
     terms, ranks = peak(step), config.train.ranks
-    state = states(replace(step, kept={}, on_host=frozenset()))
+    state = states(replace(step, kept={}, on_host=frozenset(), reduces_once=False))
     trained = step.size.floats - step.still if step.trained is None else step.trained
     copied = 4 * trained * step.copies // ranks + state["moments"]
     host = {"process": RANK_PROCESS, "checkpoint": copied}
     if sees(config.student.model):
         host["image cache"] = config.data.image_cache_mib << 20
     first = {"snapshot": _snapshot(config, step, machine.device)}
+    if config.sync_backend == "shared_memory":
+        first["shared weights"] = first["snapshot"]
     away = ON_HOST["parameters"] if config.rollout.host == "train" else step.on_host
     if machine.device == "cuda":
         host |= {term: nbytes for term, nbytes in state.items() if term in away}
@@ -217,12 +241,14 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
 
     Images are kept once for all GPUs of an engine.
     """
-    pool, model = _engine_section(config, name)
+    pool, model = engine_section(config, name)
     parallel = pool.tensor_parallel
     weights = machine.sizes(model).engine_bytes(engine_dtype(pool.engine, machine.device))
     host = {"process": ENGINE_PROCESS}
     if sees(model):
         host["image cache"] = ((config.data.image_cache_mib << 20) + KEPT_BYTES) // parallel
+    if name in ("rollout", EVAL):
+        host |= _received(config, machine)
     if machine.device == "cpu":
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
         return PoolMemory(name, pool.replicas, {}, host)
@@ -233,7 +259,7 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
     return PoolMemory(name, pool.replicas * parallel, terms, host)
 
 
-def _engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | EngineTeacher, str]:
+def engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | EngineTeacher, str]:
     """The section of a pool of engines, and their model."""
     if name == "rollout":
         return config.rollout, config.student.model
@@ -247,7 +273,7 @@ def _engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | Engin
 
 def cache_tokens(config: RunConfig, name: str, machine: Machine, nbytes: int) -> int:
     """Tokens whose keys and values fit into ``nbytes`` on each GPU of an engine."""
-    pool, model = _engine_section(config, name)
+    pool, model = engine_section(config, name)
     size = machine.sizes(model)
     itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
     width = max(size.key // pool.tensor_parallel, size.query // size.heads)

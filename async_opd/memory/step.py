@@ -40,8 +40,8 @@ class Step:
     what sees that are frozen, and ``sees_still``: nothing of it is trained. ``moment_bytes``: of
     both moments of an entry. ``on_host``: terms that are in host memory instead.
     ``teacher_vocabulary``: columns of a teacher's logits in the trainer. ``reduces_once``: each
-    rank sums its gradients before they are sharded. ``kept``: further bytes that are there all the
-    time, by term.
+    rank sums its gradients before they are sharded, on its GPU whatever ``on_host`` says. ``kept``:
+    further bytes that are there all the time, by term.
     """
 
     size: ModelSize
@@ -93,7 +93,8 @@ def states(step: Step) -> Terms:
         "moments": int(step.moment_bytes * trained) // shards,
         **step.kept,
     }
-    return {term: nbytes for term, nbytes in found.items() if term not in step.on_host}
+    away = step.on_host - ({"gradients"} if step.reduces_once else set())
+    return {term: nbytes for term, nbytes in found.items() if term not in away}
 
 
 def peak(step: Step) -> Terms:

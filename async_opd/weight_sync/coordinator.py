@@ -65,6 +65,7 @@ class BroadcastSync:
         *,
         on_sync: str,
         timeout_s: float,
+        seconds_per_byte: float = 0.0,
         rolling: bool = False,
         tries: int = 1,
         newest: Snapshot | None = None,
@@ -77,9 +78,10 @@ class BroadcastSync:
         ``evaluators`` take part in no push, but in ``refresh_evaluators``; their indices follow
         those of ``members``.
         ``workers[i]`` is the number of ranks that member i contributes to its group. ``timeout_s``
-        bounds each part. A pause with ``finish`` lasts as long as the longest response: there it
-        bounds the time without a new token. ``newest`` is the sender's snapshot, where another
-        coordinator had it made. ``freshness`` None: no replica is compared with the trainer.
+        bounds each part, and a broadcast lasts by ``seconds_per_byte`` longer. A pause with
+        ``finish`` lasts as long as the longest response: there it bounds the time without a new
+        token. ``newest`` is the sender's snapshot, where another coordinator had it made.
+        ``freshness`` None: no replica is compared with the trainer.
         """
         self._pools = [members] if evaluators is None else [members, evaluators]
         self._groups = SyncGroups(
@@ -88,6 +90,7 @@ class BroadcastSync:
             workers,
             on_sync=on_sync,
             timeout_s=timeout_s,
+            seconds_per_byte=seconds_per_byte,
             clock=clock,
         )
         self._rolling = rolling

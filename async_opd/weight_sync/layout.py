@@ -37,6 +37,11 @@ class Rendezvous:
     timeout_s: float
     chunk_bytes: int
     secret: bytes = field(repr=False)
+    seconds_per_byte: float = 0.0
+
+    def broadcast_s(self, nbytes: int) -> float:
+        """Bound of a broadcast of so many bytes, in seconds."""
+        return self.timeout_s + nbytes * self.seconds_per_byte
 
 
 @dataclass(frozen=True)

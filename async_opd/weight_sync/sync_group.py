@@ -112,6 +112,7 @@ class SyncGroups:
         *,
         on_sync: str,
         timeout_s: float,
+        seconds_per_byte: float,
         clock: Callable[[], float],
     ) -> None:
         """See ``BroadcastSync``."""
@@ -122,7 +123,7 @@ class SyncGroups:
         self._workers = list(workers)
         self._connected: dict[int, list[int]] = {}
         self._on_sync = on_sync
-        self._timeout_s = timeout_s
+        self._timeout_s, self._seconds_per_byte = timeout_s, seconds_per_byte
         self._clock = clock
         self._loaded_at = 0.0  # when the last receiver of this update had loaded the weights
 
@@ -192,7 +193,8 @@ class SyncGroups:
         # Each receiver resumes as soon as it has finished (_receive), not when the last one has.
         works: dict[int, Awaitable[None]] = {SENDER: self._send(number)}
         works |= {index: self._receive(index, version, meta, started) for index in group}
-        failures = await self._each(f"the broadcast to {who}", works)
+        allowed_s = self._timeout_s + meta.nbytes * self._seconds_per_byte
+        failures = await self._each(f"the broadcast to {who}", works, allowed_s)
         if failures:  # the time in which the broadcast broke off is none of resuming
             self._loaded_at = self._clock()
         self.timings["sync/transfer_s"] += self._loaded_at - paused
@@ -303,7 +305,8 @@ class SyncGroups:
             ) from error
 
 
-_SLOW = "raise sync.timeout_s if the model is large; otherwise a replica hangs"
+_SLOW = "raise sync.timeout_s if the model is large, or lower sync.min_mib_per_s if the network is \
+slow; otherwise a replica hangs"
 _ABORTED_ELSEWHERE = ("weight sync", "the sync failed elsewhere")
 
 

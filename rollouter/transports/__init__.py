@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rollouter.transports.chunks import Receiver, Sender
 
 AUTO = {"cpu": "gloo", "cuda": "nccl"}
-"""The transport of ``sync.backend: auto``, by the device of the pools."""
+"""The transport of ``sync.backend: auto``, by the device of the pools. On GPUs that trainer and
+engines share, ``RunConfig.sync_backend`` names another."""
 
 
 class Transport(Protocol):
@@ -49,12 +50,9 @@ def transport(name: str) -> Transport:
     return cast("Transport", importlib.import_module(TRANSPORTS[name]))
 
 
-def chosen(backend: str, device: Device, colocated: bool = False) -> str:
-    """The transport that ``sync.backend`` names. StageError if it does not work on the device.
-
-    ``colocated``: trainer and engines share GPUs. NCCL refuses two ranks of a group on one GPU.
-    """
-    name = AUTO["cpu" if colocated else device] if backend == "auto" else backend
+def chosen(backend: str, device: Device) -> str:
+    """The transport of that name, or of ``auto``. StageError if it does not work on the device."""
+    name = AUTO[device] if backend == "auto" else backend
     if device not in transport(name).DEVICES:
         cause = f"sync.backend is {name} but the pools are on {device.upper()}"
         raise StageError("weight sync", cause, "use auto")

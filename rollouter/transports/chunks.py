@@ -43,7 +43,7 @@ class BrokenOff(WeightSyncError):
 
     def __init__(self, why: str) -> None:
         cause = f"the broadcast broke off: {why}; a member died or hangs"
-        remedy = "raise sync.timeout_s if the weights are large for the network"
+        remedy = "lower sync.min_mib_per_s if the network is slower than that"
         super().__init__("weight sync", cause, remedy)
         self.args = (why,)
 
@@ -53,9 +53,14 @@ class Sender(ABC):
 
     ports: range | None = None
     """The ports to listen on; None for any."""
+    seconds_per_byte = 0.0
+    """What a broadcast may take beside ``timeout_s``."""
 
     def __init__(self, host: str, timeout_s: float, chunk_bytes: int) -> None:
-        """``host``: the address to listen on. ``timeout_s`` bounds ``connect``, and a broadcast."""
+        """``host``: the address to listen on. ``timeout_s`` bounds ``connect``.
+
+        A broadcast may take longer, by its bytes: see ``Rendezvous.broadcast_s``.
+        """
         self.host = host
         self.timeout_s = timeout_s
         self.chunk_bytes = chunk_bytes
@@ -66,7 +71,8 @@ class Sender(ABC):
         """Opens the rendezvous of ``world_size`` ranks, which listens when this returns."""
         self.world_size = world_size
         host, port, self.secret = self.listen()
-        return Rendezvous(host, port, world_size, self.timeout_s, self.chunk_bytes, self.secret)
+        bounds = (self.timeout_s, self.chunk_bytes)
+        return Rendezvous(host, port, world_size, *bounds, self.secret, self.seconds_per_byte)
 
     @abstractmethod
     def listen(self) -> tuple[str, int, bytes]:
@@ -83,9 +89,10 @@ class Sender(ABC):
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> float:
         """Sends all tensors, in order; a chunk is packed just before it is sent, if it has to be.
 
-        Returns the seconds in ``send``. Raises when all takes longer than ``timeout_s``.
+        Returns the seconds in ``send``. Raises when all takes longer than ``broadcast_s``.
         """
-        left, sending = SecondsLeft(self.timeout_s), 0.0
+        allowed_s = self.timeout_s + meta.nbytes * self.seconds_per_byte
+        left, sending = SecondsLeft(allowed_s), 0.0
         for chunk in chunk_plan(meta.sizes, self.chunk_bytes):
             data = packed(weights, chunk)
             started = time.perf_counter()
@@ -102,8 +109,8 @@ class Receiver(ABC):
     """One worker's end: ``receiver(at, rank)`` of the module joins the group as ``rank``."""
 
     staged = True
-    """Whether chunks are in host memory: then no weight is replaced before the last one is here.
-    On a GPU there is no room for all of them."""
+    """Whether chunks are in host memory: then an engine on a CPU replaces no weight before the last
+    one is here."""
 
     @abstractmethod
     def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:

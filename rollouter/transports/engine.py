@@ -7,9 +7,10 @@ vLLM loads ``register`` in every one of its processes (entry point ``vllm.genera
                             receive, unpack, load       │ every sync
     finish_weight_update    finish the reload           ┘
 
-A transport that receives in host memory (``Receiver.staged``) receives all chunks before the first
-is loaded: a transfer that breaks off half-way leaves the old weights as they were. On a GPU each
-chunk is loaded when it comes: what broke off has to be sent again, as a whole.
+An engine on a CPU receives all chunks (``Receiver.staged``) before the first is loaded: a transfer
+that breaks off half-way leaves the old weights as they were. For an engine on a GPU each chunk is
+loaded when it comes, also one in host memory, where every worker would hold the whole model: what
+broke off has to be sent again, as a whole.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
     adapter: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The adapter that was received last; empty in engines that get whole weights."""
     _receiver: Receiver | None = None
-    _chunk_bytes: int = 0
-    _timeout_s: float = 0.0
+    _at: Rendezvous
 
     def init_transfer_engine(self, init_info: ChunkInitInfo) -> None:
         """Leaves the group before and joins the sender's.
@@ -86,7 +86,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         at = Rendezvous(**{**told, "secret": bytes.fromhex(told["secret"])})
         module = importlib.import_module(init_info.module)
         self._receiver = module.receiver(at, init_info.rank_offset + worker)
-        self._chunk_bytes, self._timeout_s = at.chunk_bytes, at.timeout_s
+        self._at = at
 
     def start_weight_update(self) -> None:
         """Nothing yet; the engine must be paused."""
@@ -114,7 +114,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         )
         coming = self._chunks(self._receiver, meta)
         try:
-            staged = self._receiver.staged or meta.adapters
+            staged = (self._receiver.staged and self.device.type == "cpu") or meta.adapters
             came = list(coming) if staged else [next(coming)]
         except Exception as error:
             raise RuntimeError(f"{WEIGHTS_UNCHANGED}: {error}") from error
@@ -134,8 +134,8 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
 
     def _chunks(self, receiver: Receiver, meta: WeightMeta) -> Iterator[Chunk]:
         """Each has a buffer of its own: layers keep references to it."""
-        left = SecondsLeft(self._timeout_s)
-        for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
+        left = SecondsLeft(self._at.broadcast_s(meta.nbytes))
+        for chunk in chunk_plan(meta.sizes, self._at.chunk_bytes):
             yield chunk, receiver.receive(sum(meta.sizes[index] for index in chunk), left())
 
     def _load(self, meta: WeightMeta, chunk: range, buffer: torch.Tensor) -> Exception | None:

@@ -129,9 +129,9 @@ class NcclSender(chunks.Sender):
         return self._at
 
     def listen(self) -> tuple[str, int, bytes]:
-        """Makes the group's unique id; NCCL listens from now on, on an interface of its choice.
+        """Makes the group's unique id; NCCL listens from now on, where NCCL_SOCKET_IFNAME says.
 
-        NCCL_SOCKET_IFNAME chooses: the loopback in a local run (``models.engine_args.LOOPBACK``).
+        It is the loopback in a local run, else see ``cluster.network.name_interface``.
         """
         leave_inductor_alone()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_opd.checks.memory_fit import faults_of_memory, fewest_ranks, memory_rows, near
+from async_opd.checks.memory_fit import (
+    faults_of_cache,
+    faults_of_memory,
+    fewest_ranks,
+    memory_rows,
+    near,
+)
 from async_opd.config.run_config import RunConfig
 from async_opd.memory.pools import GIB, Machine, memory_of
 from async_opd.models.model_size import ModelSize
@@ -95,8 +104,8 @@ def test_a_remedy_that_the_config_refuses_is_not_named() -> None:
 
 
 def test_changes_that_help_only_together_are_named_together() -> None:
-    ((_, _, remedy),) = faults_of_memory(config("4"), Machine("cpu", 100 * GIB, sizes))
-    together = "together train.moments: 8bit and train.gradient_checkpointing: full (97.8 GiB)"
+    ((_, _, remedy),) = faults_of_memory(config("4"), Machine("cpu", 115 * GIB, sizes))
+    together = "together train.moments: 8bit and train.gradient_checkpointing: full (112.7 GiB)"
     assert remedy == together
 
 
@@ -153,6 +162,43 @@ def test_an_engine_that_sleeps_has_its_weights_in_host_memory(
     assert "asleep" not in host(config("4"), "rollout")
 
 
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_engines_on_the_trainers_gpus_receive_chunks_in_host_memory_and_never_the_whole_model(
+    backend: str,
+) -> None:
+    shared = {"placement": "colocated", "with": "train", "replicas": 8, "tensor_parallel": 2}
+    sections = {
+        "rollout": shared,
+        "sync": {"backend": backend},
+        "eval": {"replicas": 1, "every": 1},
+    }
+    for pool in ("rollout", "eval"):
+        terms = memory_of(config("32", {"ranks": 16}, **sections), pool, gpus(80)).host
+        layer, head = sizes("32").block * 2, sizes("32").head_bytes("bfloat16")
+        buffer = head if backend == "gloo" else 0  # else it is in the trainer's shared memory
+        assert terms["received weights"] == buffer + (256 << 20) + layer
+        assert terms["received weights"] < sizes("32").engine_bytes("bfloat16") / 10
+
+
+def test_weights_in_shared_memory_are_there_once_for_all_engines() -> None:
+    shared = {"placement": "colocated", "with": "train", "replicas": 8}
+    sections = {"train": {"ranks": 8}, "rollout": shared}
+    first = memory_of(config("32", **sections), "train", gpus(80)).first
+    assert first["shared weights"] == first["snapshot"] == sizes("32").engine_bytes("bfloat16")
+    over_gloo = config("32", **sections, sync={"backend": "gloo"})
+    assert "shared weights" not in memory_of(over_gloo, "train", gpus(80)).first
+
+
+def test_engines_that_receive_on_their_gpus_have_no_weights_in_host_memory() -> None:
+    assert "received" not in host(config("4"), "rollout")
+
+
+def test_an_engine_on_a_cpu_receives_all_weights_before_it_loads_them() -> None:
+    terms = memory_of(config("1"), "rollout", Machine("cpu", 80 * GIB, sizes)).host
+    assert terms["received weights"] == terms["weights"]
+    assert "received weights" not in memory_of(config("1"), "teachers.a", gpus(80)).host
+
+
 def test_engines_that_only_evaluate_never_sleep_though_those_of_rollouts_do() -> None:
     shared = {"placement": "colocated", "with": "train"}
     sections = {"rollout": shared, "eval": {"replicas": 1, "every": 1}}
@@ -192,10 +238,10 @@ def test_a_rank_that_nearly_fills_its_gpu_is_noted() -> None:
 
 
 def test_a_run_on_cpus_that_needs_more_than_the_host_has_is_refused() -> None:
-    machine = Machine("cpu", 110 * GIB, sizes)
+    machine = Machine("cpu", 125 * GIB, sizes)
     ((key, fault, remedy),) = faults_of_memory(config("4"), machine)
     assert key == "train"
-    assert "this machine has 110.0 GiB" in fault
+    assert "this machine has 125.0 GiB" in fault
     assert "train.moments: 8bit" in remedy
     assert list(faults_of_memory(config("0.1"), machine)) == []
 
@@ -222,3 +268,55 @@ def test_engines_say_what_is_left_for_their_kv_cache(gib: float | None, tokens: 
 def test_the_fewest_ranks_hold_whole_copies_and_whole_rows() -> None:
     shared = {"ranks": 12, "replicate": 2, "context_parallel": 3}
     assert fewest_ranks(config("4", shared), gpus(500)) == 6
+
+
+LONG = {"max_position_embeddings": 262_144, "hidden_size": 2560}
+
+
+def long_models(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Sections of a student and a teacher whose models take 262,144 tokens."""
+    for name in ("4", "1"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(LONG | settings))
+    return {
+        "student": {"model": str(folder / "4")},
+        "teachers": {"a": {"model": str(folder / "1")}},
+    }
+
+
+def of_folders(gib: float) -> Machine:
+    return Machine("cuda", int(gib * GIB), lambda model: sizes(Path(model).name))
+
+
+def of_run(made: dict[str, Any], **sections: Any) -> RunConfig:
+    data = {"train": "prompts.jsonl", **sections}
+    return RunConfig.model_validate({"data": data, **made})
+
+
+def test_an_engine_whose_cache_holds_no_longest_sequence_is_refused(tmp_path: Path) -> None:
+    """36 layers, 1,024 keys and values in bfloat16: 36 GiB of 262,144 tokens."""
+    found = list(faults_of_cache(of_run(long_models(tmp_path)), of_folders(40)))
+    assert [key for key, *_ in found] == [
+        "rollout.engine.max_model_len",
+        "teachers.a.engine.max_model_len",
+    ]
+    _, fault, remedy = found[0]
+    assert "a sequence of max_model_len 262144 has 36.0 GiB of keys and values" in fault
+    assert remedy.startswith("set data.max_prompt_tokens")
+
+
+def test_an_engine_needs_no_more_than_the_run_does(tmp_path: Path) -> None:
+    short = of_run(long_models(tmp_path), max_prompt_tokens=2048)
+    assert list(faults_of_cache(short, of_folders(40))) == []
+
+
+def test_layers_with_a_window_keep_the_window_only(tmp_path: Path) -> None:
+    kinds = ["full_attention"] + ["sliding_attention"] * 35
+    models = long_models(tmp_path, layer_types=kinds, sliding_window=1024)
+    assert list(faults_of_cache(of_run(models), of_folders(40))) == []
+
+
+def test_the_cache_of_an_engine_on_a_cpu_holds_one_longest_sequence_too(tmp_path: Path) -> None:
+    machine = replace(of_folders(64), device="cpu")
+    (_, fault, _), _ = faults_of_cache(of_run(long_models(tmp_path)), machine)
+    assert "72.0 GiB of keys and values; the engine's KV cache has 64.0 MiB" in fault

@@ -311,6 +311,57 @@ def test_a_quantized_head_in_float32_is_refused(tmp_path: Path) -> None:
     assert found(f"teachers.sort.model={path}", "teachers.sort.engine.head_dtype=model") == []
 
 
+QUANTIZED = [
+    "quantization: fp8_per_block",
+    "quantization_config: {linear: fp8_per_block}",
+    "hf_overrides: {quantization_config: {quant_method: fp8}}",
+]
+
+
+@pytest.mark.parametrize("extra", QUANTIZED)
+def test_quantized_student_engines_are_refused_while_their_weights_are_to_be_proved(
+    extra: str,
+) -> None:
+    problem = one(f"rollout.engine.extra={{{extra}}}")
+    assert problem.key == "rollout.engine.extra"
+    assert "rounding hides outdated weights" in problem.message
+    assert problem.remedy.startswith("set sync.verify_every: 0,")
+
+
+@pytest.mark.parametrize("extra", QUANTIZED)
+def test_quantized_student_engines_that_are_not_proved_are_a_note(extra: str) -> None:
+    settings = config(f"rollout.engine.extra={{{extra}}}", "sync.verify_every=0")
+    inputs = preflight(settings, "c.yaml", 0)
+    assert inputs.problems == []
+    (note,) = (note for note in inputs.notes if note.startswith("rollout.engine.extra: "))
+    assert "nothing proves that they have the trainer's weights" in note
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"compression_config": {"format": "int-quantized"}},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+    ],
+)
+def test_a_quantized_student_is_refused_while_its_engines_are_to_be_proved(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    student = f"student.model={model(tmp_path, 'student', **settings)}"
+    assert [problem.key for problem in found(student)] == ["student.model"]
+    assert found(student, "sync.verify_every=0") == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["rollout.engine.extra={kv_cache_dtype: fp8, quantization: null}"]
+    + [f"teachers.sort.engine.extra={{{extra}}}" for extra in QUANTIZED],
+)
+def test_quantized_teachers_and_caches_leave_the_proof_as_it_is(extra: str) -> None:
+    assert found(extra) == []
+
+
 def test_an_attention_of_gpus_is_refused_on_a_cpu() -> None:
     problem = one("train.attention=varlen")
     assert (problem.key, "GPUs only" in problem.message) == ("train.attention", True)

@@ -153,6 +153,15 @@ def test_a_run_directory_in_which_nothing_can_be_written_is_a_fault(
     assert "Permission denied" in faults(probe)[0]
 
 
+def test_nodes_of_one_host_name_and_pid_write_files_of_different_names(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers of one image have them."""
+    monkeypatch.setattr(Path, "unlink", lambda self: None)
+    assert [faults(probe), faults(probe)] == [[], []]
+    assert len(files_of(str(probe.run_dir))) == 3
+
+
 def test_a_model_whose_download_is_not_complete_is_a_fault(probe: Probe) -> None:
     (folder,) = probe.models
     Path(folder, "config.json").write_text('{"a": 1}')
@@ -166,6 +175,14 @@ def test_a_model_that_is_not_there_is_a_fault(probe: Probe) -> None:
 def test_a_report_says_which_interface_is_missing(probe: Probe) -> None:
     assert "no interface 'none0'" in report("n", replace(probe, interface="none0"), False).interface
     assert report("n", replace(probe, interface="lo"), False).interface == ""
+
+
+def test_a_report_says_that_no_interface_has_the_nodes_address_in_ray(probe: Probe) -> None:
+    elsewhere, here = "198.51.100.1", "127.0.0.1"
+    assert elsewhere in report("n", replace(probe, address=elsewhere), False).interface
+    assert report("n", replace(probe, address=here), False).interface == ""
+    named = replace(probe, address=elsewhere, interface="lo")
+    assert report("n", named, False).interface == ""
 
 
 def test_a_report_has_the_versions_of_all_that_a_run_imports(probe: Probe) -> None:

@@ -119,6 +119,15 @@ def test_an_argument_that_every_replica_sets_itself_is_refused(tmp_path: Path, n
     assert "need the run's own" in problem.message
 
 
+@pytest.mark.parametrize(
+    "name", ["pipeline-parallel-size", "data_parallel_size", "distributed_executor_backend"]
+)
+def test_an_argument_that_changes_an_engines_gpus_is_refused(tmp_path: Path, name: str) -> None:
+    (problem,) = problems(tmp_path, f"rollout: {{engine: {{extra: {{{name}: 2}}}}}}")
+    assert problem.key == "rollout.engine.extra"
+    assert "changes the GPUs or the executor of an engine" in problem.message
+
+
 def test_a_hub_id_stays_as_it_is(tmp_path: Path) -> None:
     assert load(tmp_path, "", "student.model=org/name").student.model == "org/name"
 
@@ -189,9 +198,10 @@ def test_no_removed_key_is_a_key(pattern: str) -> None:
         ("cluster.ports=60000-70000", "cluster.ports"),
         ("cluster.interface=eth0,eth1", "cluster.interface"),
         ("cluster.interface=eth0", "cluster"),
+        ("cluster.address=ray://head:10001", "cluster.address"),
     ],
 )
-def test_ports_and_interfaces_that_no_process_could_listen_on_are_problems(
+def test_ports_interfaces_and_addresses_that_no_process_could_use_are_problems(
     tmp_path: Path, override: str, key: str
 ) -> None:
     (problem,) = problems(tmp_path, "", override)

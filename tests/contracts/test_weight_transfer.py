@@ -26,7 +26,7 @@ from async_opd.observability.activity import Activity
 from async_opd.processes.members import MemberSet, Policy
 from async_opd.waiting.gate import Gate
 from async_opd.weight_sync.coordinator import BroadcastSync
-from async_opd.weight_sync.layout import WeightMeta
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.transports import chunks, nccl
 from tests.contracts import contract
 from tests.contracts.fake_gpu import ABORT_S, Gpu, gpu  # noqa: F401 - a fixture
@@ -71,22 +71,34 @@ class Model(torch.nn.Module):
         return all(torch.equal(one, two) for one, two in pairs)
 
 
+def engine_worker() -> Any:
+    """Our extension on the weight transfer of vLLM's worker."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from rollouter.freshness_worker import FreshnessWorker
+
+    calls = ("init_weight_transfer_engine", "start_weight_update", "update_weights")
+    inner = ("_check_weight_transfer_engine", "_start_weight_update")
+    names = (*calls, "finish_weight_update", *inner)
+    return type("EngineWorker", (FreshnessWorker,), {n: vars(Worker)[n] for n in names})()
+
+
 class Engine:
     """vLLM's AsyncLLM over workers in threads. ``dead``: its process died in a broadcast."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, model: type[Model] = Model, device: str = "cpu") -> None:
         from vllm.config.parallel import ParallelConfig
         from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
         from rollouter.transports.engine import ChunkEngine
 
-        self.models = [Model(0.0) for _ in range(workers)]
+        self.models = [model(0.0) for _ in range(workers)]
         self.workers: list[Any] = []
         self.threads = [WorkThread(f"worker {rank}") for rank in range(workers)]
         self.version = "0"
         self.dead = self.paused = False
-        for rank, model in enumerate(self.models):
-            record_metadata_for_reloading(model)
+        for rank, one in enumerate(self.models):
+            record_metadata_for_reloading(one)
             with contract("vllm.config.parallel.ParallelConfig", "has ranks of all workers"):
                 parallel = SimpleNamespace(
                     **{name: getattr(ParallelConfig(), name) for name in ("data_parallel_index",)},
@@ -95,36 +107,23 @@ class Engine:
                 )
                 assert {"world_size", "rank"} <= ParallelConfig.__dataclass_fields__.keys()
             config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
-            made = ChunkEngine(config, config, torch.device("cpu"), model)
-            self.workers.append(
-                SimpleNamespace(
-                    weight_transfer_engine=made,
-                    vllm_config=config,
-                    rank=rank,
-                    _weight_update_active=False,
-                    model_runner=SimpleNamespace(reset_lora_state=lambda: None),
-                )
-            )
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=workers))
+            made = ChunkEngine(config, config, torch.device(device), one)
+            worker = engine_worker()
+            worker.weight_transfer_engine, worker.vllm_config, worker.rank = made, config, rank
+            worker.model_runner = SimpleNamespace(reset_lora_state=lambda: None)
+            worker._weight_update_active = False
+            self.workers.append(worker)
 
-    async def collective_rpc(self, method: str, kwargs: Any = None) -> None:
-        """As AsyncLLM's: to all workers, through JSON's types; the first error of any."""
-        from vllm.v1.worker.gpu_worker import Worker
-
-        if self.dead and method == "update_weights":
+    async def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> list[Any]:
+        """As AsyncLLM's: to all workers, through JSON's types."""
+        if self.dead and "update_weights" in args:
             raise ProcessDied("student", "its engine died")
-        for worker in self.workers:
-            for inner in ("_check_weight_transfer_engine", "_start_weight_update"):
-                setattr(worker, inner, getattr(Worker, inner).__get__(worker))
-        told = json.loads(json.dumps(kwargs or {}))
+        told = json.loads(json.dumps(args))
         calls = (
-            thread.run(getattr(Worker, method), worker, **told)
+            thread.run(getattr(worker, method), *told)
             for thread, worker in zip(self.threads, self.workers, strict=True)
         )
-        done = await asyncio.gather(*calls, return_exceptions=True)
-        for error in done:
-            if isinstance(error, BaseException):
-                raise RuntimeError(f"Call to collective_rpc method failed: {error}")
+        return await asyncio.gather(*calls)
 
     async def update_weight_version(self, version: str) -> None:
         self.version = version
@@ -137,11 +136,6 @@ class Engine:
 
     async def resume_generation(self) -> None:
         self.paused = False
-
-    def __getattr__(self, method: str) -> Any:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return getattr(AsyncLLM, method).__get__(self)
 
 
 class Watch:
@@ -224,15 +218,44 @@ def one_process(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:  # noqa: F81
 
 
 async def test_all_workers_of_all_replicas_get_all_weights() -> None:
-    """Init and update info pass vLLM's AsyncLLM, Worker and parse_… as the replica makes them."""
+    """Init and update info pass vLLM's Worker and parse_… as the replica makes them."""
     run = Run(2, 1, 4)
     with contract(
-        "vllm.v1.engine.async_llm.AsyncLLM.update_weights and vllm.v1.worker.gpu_worker.Worker",
-        "pass the replica's init_info and update_info on to its weight transfer engine",
+        "vllm.v1.worker.gpu_worker.Worker",
+        "passes the replica's init_info and update_info on to its weight transfer engine",
     ):
         await run.push()
         assert [run.has_new_weights(index) for index in range(3)] == [True] * 3
     assert run.lost == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+async def test_only_an_engine_on_a_cpu_holds_all_chunks_at_once(device: str) -> None:
+    """Also of a transport through host memory: beside it each GPU's worker would hold a model."""
+    seen = []
+
+    class Receiver(chunks.Receiver):
+        def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
+            seen.append("receive")
+            return torch.zeros(nbytes, dtype=torch.uint8)
+
+        def close(self) -> None: ...
+
+    class Noting(Model):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            seen.append("load")
+            super().load_weights(weights)
+
+    worker = Engine(1, Noting, device).workers[0]
+    worker.weight_transfer_engine._receiver = Receiver()
+    worker.weight_transfer_engine._at = Rendezvous("", 0, 2, BOUND, CHUNK, b"")
+    weights = dict(Model(0.0).named_parameters())
+    shapes = [list(weight.shape) for weight in weights.values()]
+    dtypes = [str(weight.dtype).removeprefix("torch.") for weight in weights.values()]
+    worker.start_weight_update()
+    worker.update_weights({"names": [*weights], "dtype_names": dtypes, "shapes": shapes})
+    alternating = ["receive", "load"] * 3
+    assert seen == (alternating if device == "cuda" else sorted(alternating, reverse=True))
 
 
 async def test_every_worker_has_a_rank_of_its_own(gpu: Gpu) -> None:  # noqa: F811
@@ -391,6 +414,39 @@ async def test_half_loaded_weights_are_never_sampled_from(monkeypatch: pytest.Mo
     await run.push()  # the trainer after its restart
     assert run.has_new_weights(0)
     assert not one._engine.paused
+
+
+async def test_weights_that_reached_one_worker_of_two_are_never_sampled_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worker 0 has received all, worker 1 not the last chunk: the next update begins in both."""
+    run = Run(2, timeout_s=SOON)
+    await run.sync.connect()
+    (one,) = run.replicas
+    receive, came = nccl.NcclReceiver.receive, []
+    last = one._engine.workers[1].weight_transfer_engine._receiver
+
+    def breaks_off(receiver: Any, nbytes: int, timeout_s: float) -> Any:
+        chunk = receive(receiver, nbytes, timeout_s)
+        came.append(receiver)
+        if receiver is last and came.count(last) == 3:
+            raise chunks.BrokenOff("NCCL was aborted")
+        return chunk
+
+    mixed = []
+    resume = one.resume
+
+    async def resumed() -> None:
+        mixed.append(one._mixed)
+        await resume()
+
+    monkeypatch.setattr(one, "resume", resumed)
+    monkeypatch.setattr(nccl.NcclReceiver, "receive", breaks_off)
+    await run.push()
+    assert "worker 1: RuntimeError: some weights were replaced" in mixed[0]
+    assert mixed[1:] == [""]
+    assert run.lost == []
+    assert run.has_new_weights(0)
 
 
 async def test_a_receiver_that_cannot_load_holds_up_no_other() -> None:

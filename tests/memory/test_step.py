@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.memory import pools, step
+from async_opd.memory.pools import ON_HOST
 from async_opd.memory.step import Step, backward, kept_activations, loss, peak, states
 from async_opd.models.model_size import NOT_RECOMPUTED, ModelSize, tensors_of
 from tests.checks.inputs import MODELS
@@ -93,3 +94,9 @@ def test_transformers_has_no_layers_to_recompute_for_the_families_that_are_named
 
     assert [kind for kind in sorted(NOT_RECOMPUTED) if recomputable(kind)] == []
     assert all(recomputable(kind) for kind in ("qwen3", "llama", "gemma2", "gpt2"))
+
+
+@pytest.mark.parametrize("offload", ["none", "moments", "parameters"])
+def test_gradients_reduced_once_are_whole_on_every_gpu(offload: str) -> None:
+    terms = peak(Step(SIZE, ranks=8, reduces_once=True, on_host=ON_HOST[offload]))
+    assert terms["gradients"] == 4 * SIZE.floats

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from rollouter.evaluation_worker import EvaluationWorker
@@ -110,6 +111,23 @@ async def test_an_evaluation_that_is_cancelled_leaves_no_slot_behind() -> None:
         await task
     await settle()
     assert (slots.evaluating, engine.in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+async def test_answers_that_nobody_waits_for_end_when_it_stops_and_later_ones_are_made(
+    broken_off: bool,
+) -> None:
+    slots = Slots(2)
+    engine, worker, task = await begun(slots, 9)
+    if broken_off:
+        worker.break_off()
+    worker.stop()
+    with pytest.raises(StageError, match="the replica was stopped"):
+        await asyncio.wait_for(task, 5)
+    assert (slots.evaluating, engine.in_flight) == (0, 0)
+    worker.go_on()
+    engine.finished.set()
+    assert len(await asyncio.wait_for(worker.generate([make_prompt("q")], TWO), 5)) == 2
 
 
 @examples(60)

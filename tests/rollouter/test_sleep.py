@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from async_opd.core.errors import StageError, WorkersFailed
+from async_opd.core.stages import SamplingSpec
 from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
@@ -23,6 +26,11 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.woken = asyncio.Event()
+        self.broken_sleep = ""
+
+    async def collective_rpc(self, method: str, timeout: Any = None, args: Any = ()) -> Any:
+        assert (method, args) == ("attempt", ("refuse_broken_sleep",))
+        return [(None, ""), (None, self.broken_sleep)]
 
     async def check_health(self) -> None: ...
 
@@ -51,14 +59,15 @@ def replica(engine: Engine) -> Any:
 
     made: Any = object.__new__(StudentReplica)
     made._engine, made._gate = engine, Gate()
-    made._spec, made._media = type("Spec", (), {"kwargs": {}}), None
+    made._spec, made._media = type("Spec", (), {"kwargs": {}, "name": "s"}), None
     made._prompts, made._never = EnginePrompts("student", None, None, None), {}
     made._activity, made._exit_watch = Activity("the engine"), Watch()
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
     made._unpaused.set()
     made._rollouts, made._evaluation = Gate(), EvaluationWorker(Slots(4), made._sample)
     made._counters, made._mixed, made._version = {}, "", 1
-    made._worker, made._slots = SimpleNamespace(rollouts=0, grading=0), SimpleNamespace(limit=4)
+    made._worker = SimpleNamespace(rollouts=0, grading=0, stop=AsyncMock())
+    made._slots = SimpleNamespace(limit=4)
     return made
 
 
@@ -99,6 +108,40 @@ async def test_an_engine_sleeps_when_its_requests_are_finished() -> None:
     await student._gate.__aexit__()
     await sleeping
     assert (engine.calls, student._gate._open.is_set()) == (["sleep"], False)
+
+
+async def test_an_engine_that_is_stopped_sleeps_without_the_answers_of_an_evaluation() -> None:
+    """Nobody waits for them after the trainer's death, however long they would take."""
+    from rollouter.evaluation_worker import EvaluationWorker
+    from rollouter.slots import Slots
+
+    engine = Engine()
+    student = replica(engine)
+
+    async def long(*_: object) -> Any:
+        async with student._gate:
+            await asyncio.Event().wait()
+
+    student._evaluation = EvaluationWorker(Slots(4), long)
+    sampling = SamplingSpec(4, 0.0, 1.0, 1)
+    answering = asyncio.create_task(student.generate([make_prompt("p")], sampling))
+    await settle()
+    await student.stop()
+    await asyncio.wait_for(student.sleep(), 5)
+    assert engine.calls == ["sleep"]
+    with pytest.raises(StageError, match="the replica was stopped"):
+        await answering
+
+
+async def test_an_engine_of_which_a_worker_fails_to_wake_up_takes_no_requests() -> None:
+    engine = Engine()
+    student = replica(engine)
+    await student.sleep()
+    engine.broken_sleep = "MemoryError: no room"
+    engine.woken.set()
+    with pytest.raises(WorkersFailed, match="worker 1: MemoryError: no room"):
+        await student.wake()
+    assert student._gate.closed
 
 
 async def test_an_idle_replica_waits_for_prompts() -> None:

@@ -50,6 +50,7 @@ class Seen:
     broken_off: tuple[str, float] = ("", 1.0)
     made_again: float = 1.0
     by_tcp: float = 1.0
+    by_shared_memory: float = 1.0
     mixed: tuple[str, str, bool] = ("", "", False)
     sent_again: float = 1.0
     evaluated: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
@@ -99,7 +100,7 @@ class Sender:
 class World:
     """A student engine, its queue, and the same weights in transformers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, workers: int = 1) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -116,8 +117,9 @@ class World:
         self.queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
         self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
         self.long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
+        engine = kwargs(path, workers)
         spec = StudentEngineSpec(
-            "student/0", kwargs(path), self.long, EOS, "gloo", concurrency=AT_ONCE, top_k=K
+            "student/0", engine, self.long, EOS, "gloo", concurrency=AT_ONCE, top_k=K
         )
         self.replica = StudentReplica(spec, self.queue)
         self.publisher = publisher = Publisher(
@@ -125,7 +127,9 @@ class World:
             lambda: GlooSender("127.0.0.1", 30.0, 100_000),
         )
         members = RollouterStage({"student/0": self.replica}, self.queue).members
-        self.sync = BroadcastSync(Sender(publisher), members, [1], on_sync="keep", timeout_s=30.0)
+        self.sync = BroadcastSync(
+            Sender(publisher), members, [workers], on_sync="keep", timeout_s=30.0
+        )
         self.version = 0
         self.on_sync = "keep"
         pause = self.replica.pause
@@ -255,8 +259,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(path: Path) -> AsyncIterator[World]:
-    made = World(path)
+async def world(path: Path, workers: int = 1) -> AsyncIterator[World]:
+    made = World(path, workers)
     try:
         await made.replica.ready()
         await made.sync.connect()
@@ -338,6 +342,7 @@ async def scenario(path: Path) -> Seen:
         await w.push()
         seen.made_again = await w.error()
         seen.after_a_pause = await w.answer_that_arrives_during_a_sync()
+        seen.by_shared_memory = await w.through_another_transport(TRANSPORTS["shared_memory"])
         seen.by_tcp = await w.through_another_transport("tests.rollouter.tcp_transport")
         seen.mixed = await w.load_that_breaks_off()
         await w.push()
@@ -377,6 +382,10 @@ def test_and_generates_on_with_the_weights_that_are_sent_again(seen: Seen) -> No
 
 def test_weights_come_through_a_transport_of_another_module_too(seen: Seen) -> None:
     assert seen.by_tcp < 1e-4
+
+
+def test_weights_come_through_shared_memory_too(seen: Seen) -> None:
+    assert seen.by_shared_memory < 1e-4
 
 
 def test_answers_to_an_evaluation_go_on_over_a_sync_and_name_both_versions(seen: Seen) -> None:

@@ -128,6 +128,18 @@ class Slow(chunks.Sender):
 
     def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
         self.clock += 3.0
+        self.allowed_s = timeout_s
+
+
+def test_a_broadcast_may_take_longer_the_more_bytes_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 GB within 90 s would be 0.7 GB/s; at 128 MiB/s they have 500 s more."""
+    sender = Slow("", 90.0, 1 << 20)
+    sender.seconds_per_byte = SyncConfig(min_mib_per_s=128).seconds_per_byte
+    monkeypatch.setattr(chunks, "time", SimpleNamespace(perf_counter=float, monotonic=float))
+    meta = WeightMeta(("a",), ("float32",), ((1 << 34,),), (4,))  # 64 GiB
+    sender.broadcast([("a", torch.zeros(1))], meta)
+    assert sender.allowed_s == 90.0 + 512.0
+    assert sender.open(3).broadcast_s(meta.nbytes) == sender.allowed_s
 
 
 def test_a_broadcast_returns_the_seconds_of_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:

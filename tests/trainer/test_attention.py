@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +25,9 @@ from trainer.batches.packing import Packed, pack
 from trainer.layers.recomputation import recompute_activations
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.attention import FLASH, SEQUENCES, VARLEN, attend, register, register_kernel
-from trainer.student.loading import refuse_eager_flex
+from trainer.student.loading import RECOMPILE_LIMIT, refuse_eager_flex
 from trainer.student.loss_module import StudentLoss
+from trainer.work_thread import WorkThread
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Qwen3": tiny_model,
@@ -222,18 +227,49 @@ def test_flex_attention_has_the_logits_of_eager_attention(
     assert torch.allclose(*logits, atol=1e-4)
 
 
+def keep_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's limits are what they were, after the test."""
+    import torch._dynamo.config as limits
+
+    entries: Any = limits._config  # type: ignore[attr-defined]
+    for name in ("recompile_limit", "fail_on_recompile_limit_hit"):
+        monkeypatch.setattr(entries[name], "default", entries[name].default)
+
+
+async def test_eager_flex_attention_is_refused_in_every_thread_and_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The student is built by one task, trained by another, on a GPU on a thread of autograd's."""
+    import torch._dynamo.config as limits
+
+    keep_limits(monkeypatch)
+
+    async def build() -> None:
+        refuse_eager_flex()
+
+    def seen() -> None:
+        found.append((limits.recompile_limit, limits.fail_on_recompile_limit_hit))
+
+    found: list[tuple[int, bool]] = []
+    work = WorkThread("train")
+    for call in (build, partial(work.run, seen)):
+        await asyncio.create_task(call(), context=contextvars.Context())
+    bare = threading.Thread(target=seen)
+    bare.start()
+    bare.join()
+    assert found == [(RECOMPILE_LIMIT, True)] * 2
+
+
 @pytest.mark.long
 def test_flex_attention_is_compiled_a_few_times_for_rows_of_many_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compiled for a CPU, forward: torch would compute T² scores eagerly after too many."""
-    import torch._dynamo.config as limits
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
     counters.clear()
-    monkeypatch.setattr(limits, "recompile_limit", limits.recompile_limit)
-    monkeypatch.setattr(limits, "fail_on_recompile_limit_hit", False)
+    keep_limits(monkeypatch)
     refuse_eager_flex()
     model = families.mistral(window=64).eval()
     for seed in range(8):

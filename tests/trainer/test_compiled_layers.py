@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import LoraConfig, TrainConfig
+from async_opd.weight_sync.held_rows import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.layers.compiled import CompiledLayers, compile_layers
 from trainer.layers.recomputation import recompute_activations
 from trainer.learner import Learner
@@ -242,3 +243,16 @@ def test_what_does_not_go_together_with_compiled_layers_is_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=f"'compile' with {reason}"):
         TrainConfig(compile=True, **other)
+
+
+def test_the_noise_of_held_rows_is_that_of_eager_layers() -> None:
+    """Hooks that come after the compilation are skipped by compiled layers."""
+    rows = held_rows(VOCABULARY, 60)
+    compiled = rank_of(backend=TRACED)
+    Learner(compiled).train_batch(BATCHES[0])
+    eager = rank_of()
+    Learner(eager).train_batch(BATCHES[0])
+    noise = eager.reference(rows).noise["text"]
+    assert compiled.reference(rows).noise["text"] == pytest.approx(noise, rel=1e-3)
+    assert compiled.layers is not None
+    assert compiled.layers.is_compiled

@@ -157,3 +157,9 @@ def test_full_gradients_take_at_most_an_eighth_of_a_gpu(
     when: When, entries: float, once: bool
 ) -> None:
     assert reduces_once(TrainConfig(reduce_gradients=when), int(entries), 85 << 30) is once
+
+
+def test_parameters_in_host_memory_are_not_reduced_once_by_auto() -> None:
+    """The full gradients would be on the GPU that offloading is to free."""
+    assert not reduces_once(TrainConfig(offload="parameters"), 1, 85 << 30)
+    assert reduces_once(TrainConfig(offload="parameters", reduce_gradients="step"), 1, 85 << 30)

@@ -15,7 +15,7 @@ from trainer.flops import ModelSize
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
 
-SIZE = ModelSize(decoder=3_000, head=500, attention=60, windows=(None, 8))
+SIZE = ModelSize(decoder=3_000, head=500, attention=(60, 60), windows=(None, 8))
 
 
 def cost_of(lengths: list[int], size: ModelSize = SIZE) -> list[float]:
@@ -78,7 +78,7 @@ def test_no_step_takes_longer_than_balanced_by_tokens(
 
 def test_ranks_idle_less_with_log_normal_lengths() -> None:
     """Of a 4B student on 8 ranks, in 10 steps of 256 samples of 2000 tokens in the median."""
-    size = ModelSize(3_600_000_000, 388_000_000, 32 * 2 * 128, (None,) * 36)
+    size = ModelSize(3_600_000_000, 388_000_000, (32 * 2 * 128,) * 36, (None,) * 36)
     draw = np.random.default_rng(0)
     idle, before = 0.0, 0.0
     for _ in range(10):

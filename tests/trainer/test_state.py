@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError
+from async_opd.core.reports import Captured
 from async_opd.core.row import Media
 from async_opd.core.samples import Sample
 from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
@@ -112,11 +113,31 @@ async def test_a_stage_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> No
     assert (captured.step, report.step) == (3, 6)
 
 
-async def test_a_capture_names_the_samples_of_the_last_step() -> None:
+async def test_a_capture_has_the_report_of_the_last_step_also_before_it_is_answered() -> None:
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
     made = await trained_stage(2, queue)
-    captured = await made.capture()
-    assert [header.uid for header in captured.trained] == ["p10/0", "p11/0", "p12/0"]
+    await queue.put(SCORED, Batch.pack(batch(2)))
+    batcher: Any = made._batcher
+    done, captured = batcher.done, list[Captured]()
+
+    async def captures_meanwhile() -> None:
+        captured.append(await made.capture())
+        await done()
+
+    batcher.done = captures_meanwhile
+    report = await made.step()
+    assert (captured[0].report, report.step) == (report, 3)
+
+
+async def test_a_capture_of_a_restored_trainer_has_no_report_of_another_step(
+    tmp_path: Path,
+) -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    made = await trained_stage(2, queue)
+    await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset())
+    await made.restore(str(tmp_path))
+    assert (await made.capture()).report is None
 
 
 async def test_scored_samples_are_kept_wherever_they_are(tmp_path: Path) -> None:

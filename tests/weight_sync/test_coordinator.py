@@ -449,6 +449,21 @@ async def test_a_dead_trainer_ends_the_push_at_once_and_the_replicas_go_on() -> 
     assert not receivers[0].paused
 
 
+async def test_a_broadcast_is_waited_for_by_its_bytes_too() -> None:
+    receivers = [Receiver([], hang="receive")]
+    weights = BroadcastSync(
+        Sender([]),
+        pool(*receivers),
+        [1],
+        on_sync="keep",
+        timeout_s=0.1,
+        seconds_per_byte=0.1 / META.nbytes,
+    )
+    await weights.snapshot(1)
+    await weights.push()
+    assert "the broadcast to student/0 took longer than 0.2 s" in lost(weights)[0]
+
+
 async def test_a_trainer_that_hangs_beyond_its_own_bound_is_taken_for_dead() -> None:
     receivers = [Receiver([])]
     weights = sync([], receivers, timeout_s=0.2)

@@ -50,8 +50,13 @@ class Plan:
         every = (one for own in self.micro_batches for one in own if one.counts)
         return [self.headers[index] for one in every for index in one.indices]
 
-    def flops(self, rank: Rank) -> float:
-        """Model FLOPs of the batch; no loss depends on a sample without a response."""
+    def flops(self, rank: Rank) -> float | None:
+        """Model FLOPs of the batch; no loss depends on a sample without a response.
+
+        None if this model's cannot be counted.
+        """
+        if rank.size.unknown:
+            return None
         computed = [header for header in self.computed if header.response_tokens]
         return sum(rank.size.of_sample(one, rank.image_tokens(one)) for one in computed)
 

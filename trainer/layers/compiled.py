@@ -9,6 +9,8 @@ Layers of a kind, and rows of any length, share a graph.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,6 +60,18 @@ class CompiledLayers:
     def is_compiled(self) -> bool:
         """Whether layers run compiled, until one of them cannot."""
         return self._compiled is not None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Runs all layers eagerly during the block.
+
+        Compiled ones skip hooks of modules that were added after the compilation.
+        """
+        compiled, self._compiled = self._compiled, None
+        try:
+            yield
+        finally:
+            self._compiled = compiled
 
     def __call__(self, forward: Any, *args: Any, **named: Any) -> Any:
         from torch._functorch import config as aot

@@ -111,11 +111,17 @@ def set_attention(model: Any, wanted: Attention, platform: Platform, across: boo
 
 
 def refuse_eager_flex() -> None:
-    """Makes too many compilations an error: torch would go on, with T² scores for each layer."""
-    import torch._dynamo.config
+    """Makes too many compilations an error: torch would go on, with T² scores for each layer.
 
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    In every thread of the process. torch keeps a value that is assigned to its config for the
+    assigning context only; layers run in the contexts of later calls, and on a GPU their backward
+    passes on a thread of autograd's own.
+    """
+    from torch._dynamo import config
+
+    entries: Any = config._config  # type: ignore[attr-defined]
+    entries["recompile_limit"].default = RECOMPILE_LIMIT
+    entries["fail_on_recompile_limit_hit"].default = True
 
 
 def in_bfloat16(dtype: str, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from async_opd.core.arrays import Float32
 from async_opd.weight_sync.held_rows import HeldRow, by_kind
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.packing import Row
+from trainer.layers.compiled import CompiledLayers
 from trainer.vision.held import packed
 from trainer.vision.images import Sight
 
@@ -72,8 +73,11 @@ def reference_of(
     rows: Sequence[HeldRow],
     rounding: float,
     sight: Sight | None = None,
+    layers: CompiledLayers | None = None,
 ) -> Reference:
     """Computes the rows twice. Of a sharded student a collective, which all ranks call.
+
+    The second time with errors in the results of all modules, for which ``layers`` run eagerly.
 
     ``logits_of`` computes logits [T, V] with the student, in the dtype whose rounding is
     ``rounding``. ``sight`` is that of a student that sees.
@@ -82,7 +86,7 @@ def reference_of(
     row = packed(rows, sight)
     exact = logits_of(row)
     jitter = Jitter.of(exact.device)
-    with jitter.within(student.modules()):
+    with layers.paused() if layers else nullcontext(), jitter.within(student.modules()):
         moved = jitter(logits_of(row))
     before, after = _logprobs(exact, row, rows), _logprobs(moved, row, rows)
     noise = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -29,20 +30,33 @@ class ClusterConfig(Section):
     """The Ray cluster of the run, and the device of its pools."""
 
     address: str | None = None
-    """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
+    """An existing Ray cluster to join: ``auto``, or ``host:port`` of its head. By default the one
+    that RAY_ADDRESS names, which ``ray job submit`` sets; without it a local one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of all pools; ``auto``: GPUs if there are any."""
+    """Device of all pools; ``auto``: GPUs if there are any. A run asks a cluster that it joins, and
+    takes one with ``wait_s`` for a cluster with GPUs."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a GPU in GiB, which ``check`` and ``plan`` compare pools with (docs/memory.md). By
     default what nvidia-smi says on this machine; a check of other machines' GPUs needs it (an H100
     of 80 GB has 79.6)."""
     interface: str | None = Field(default=None, pattern=r"^[\w.-]{1,15}$")
     """Network interface (``eth0``) on which weight sync and ranks of a joined cluster listen and
-    connect; every node needs it. By default that of the node's address in Ray; NCCL chooses for
-    itself. A local run listens on the loopback only."""
+    connect; every node needs it. By default the one that has the node's address in Ray. A local run
+    listens on the loopback only."""
     ports: str | None = Field(default=None, pattern=r"^\d{4,5}-\d{4,5}$")
     """Ports, as ``20000-20099``, on which the run's own servers listen: the rendezvous of a weight
     sync and that of ranks, on the trainer's node. By default any free port."""
+
+    wait_s: float = Field(default=0, ge=0)
+    """Seconds to wait for machines of a joined cluster that are to come: its workers start later,
+    or an autoscaler starts them for the GPUs that the run asks for. By default a cluster that has
+    too few GPUs is refused at once."""
+
+    @property
+    def joins(self) -> str | None:
+        """The cluster to join: of ``address``, else of RAY_ADDRESS; None for a local one."""
+        found = self.address or os.environ.get("RAY_ADDRESS") or "local"
+        return None if found == "local" else found
 
     @property
     def port_range(self) -> range | None:
@@ -51,6 +65,13 @@ class ClusterConfig(Section):
             return None
         low, high = map(int, self.ports.split("-"))
         return range(low, high + 1)
+
+    @field_validator("address")
+    @classmethod
+    def _is_of_a_node(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("ray://"):
+            raise ValueError("no ray:// client: give host:port on a node, or use ray job submit")
+        return value
 
     @field_validator("ports")
     @classmethod

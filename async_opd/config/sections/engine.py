@@ -19,7 +19,10 @@ class EngineConfig(Section):
     are errors of log-probabilities up to 0.06 nats. A quantized head needs ``model``: the dtype of
     the model."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; by default the model's own limit."""
+    """Longest prompt plus response in tokens. By default what the run needs, if
+    ``data.max_prompt_tokens`` is set: that, the longest response, and one token; the model's own
+    limit without it, for LongRoPE and dynamic NTK, and for a teacher with prompts or images of its
+    own. An engine starts only if its KV cache holds one such sequence."""
     max_num_seqs: PositiveInt | Literal["auto"] = "auto"
     """Requests that an engine runs at the same time; further ones wait outside of it. ``auto``: 64
     on a CPU, 256 on GPUs. A call to a teacher has as many rollouts, but at most 64."""
@@ -52,6 +55,11 @@ class EngineConfig(Section):
                 "no mm_processor_kwargs here: the trainer needs them too, by the key "
                 "processor_kwargs of the student's or the teacher's section"
             )
+        if moved := sorted(PLACED & names):
+            raise ValueError(
+                f"no {moved[0]} here: it changes the GPUs or the executor of an engine, which the "
+                "run places and plans by its section's tensor_parallel and replicas"
+            )
         if fixed := sorted(FIXED & names):
             raise ValueError(f"no {fixed[0]} here: scores and weight syncs need the run's own")
         return value
@@ -66,6 +74,17 @@ FIXED = {
     "enable_return_routed_experts",
 }
 """Arguments of vLLM that every replica sets itself."""
+
+
+PLACED = {
+    *("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"),
+    *("data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
+    *("data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
+    *("data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
+    *("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"),
+    *("device_ids", "worker_cls"),
+}
+"""Arguments of vLLM on which an engine's GPUs and processes depend."""
 
 
 def _mentions(value: Any, name: str) -> bool:

@@ -28,12 +28,12 @@ class EvalConfig(Section):
     max_tokens: PositiveInt | None = None
     """Longest response; by default ``rollout.max_tokens``."""
     grader: str = "exact"
-    """``exact``; ``math_verify``; ``gsm8k`` (the last number); ``regex:PATTERN``, whose first group
-    in its last match is the answer; or a function, ``module:function`` or ``file.py:function``,
-    that takes (response, row) and returns a number from 0 to 1, or a pair of it and the answer that
-    it read from the response (for ``maj@n``). A function with an argument ``solution_str`` is
-    called as verl calls its ``compute_score``. Rows from reasoning-gym are graded by their own
-    verifier."""
+    """``exact``; ``math_verify``; ``gsm8k`` (the number after ``####``, in the box, or the last
+    one); ``regex:PATTERN``, whose first group in its last match is the answer; or a function,
+    ``module:function`` or ``file.py:function``, that takes (response, row) and returns a number
+    from 0 to 1, or a pair of it and the answer that it read from the response (for ``maj@n``). A
+    function with an argument ``solution_str`` is called as verl calls its ``compute_score``. Rows
+    from reasoning-gym are graded by their own verifier."""
     correct_at: float = Field(default=1.0, gt=0, le=1)
     """Least score of an answer that ``pass@k`` counts as correct."""
     samples_mib: float = Field(default=16, ge=0)

@@ -170,8 +170,9 @@ class TrainConfig(Section):
     """Which activations the backward pass computes again. ``full``: all of a layer but its input,
     for about a third more time; ``selective``: all but the results of matrix products and of
     attention, for a few percent. ``true`` and ``false`` are ``full`` and ``none``. ``auto``:
-    ``full`` on GPUs, if transformers can recompute the student's layers (run.log says where it
-    cannot). They need it for long rows: 16,384 tokens of a 4B student leave more than 46 GB."""
+    on GPUs the least whose planned memory fits 0.85 of one (``async_opd check`` shows which), and
+    ``full`` where their memory is not known, if transformers can recompute the student's layers
+    (run.log says where it cannot): 16,384 tokens of a 4B student leave more than 46 GB."""
     ranks: PositiveInt = 1
     """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
     sharded over them (FSDP2)."""
@@ -283,16 +284,21 @@ class SyncConfig(Section):
     """Weight syncs from the trainer to the rollout engines."""
 
     backend: Backend = "auto"
-    """Collective library; ``auto`` is nccl on GPUs and gloo on CPUs. Also a module of a package of
-    yours (``package.module:``), or an entry point of the group ``async_opd.transports``."""
+    """How weights travel; ``auto`` is nccl on GPUs and gloo on CPUs. Where rollout engines have the
+    trainer's GPUs it is shared_memory, and in a cluster that is joined gloo. Also a module of a
+    package of yours (``package.module:``), or an entry point of the group
+    ``async_opd.transports``."""
     chunk_mib: PositiveInt = 256
     """Size of the messages that weights are packed into, in MiB."""
     rolling: bool = False
     """Updates the rollout replicas one after the other, so that generation never stops altogether;
     a sync takes longer, and meanwhile replicas have different versions."""
     timeout_s: float = Field(default=120, gt=0)
-    """Bound of the rendezvous and of each part of a sync. The pause of ``on_sync: finish`` lasts as
-    long as the longest response: for it, this is the longest time without a token."""
+    """Bound of the rendezvous and of each part of a sync; to that of the broadcast the time of the
+    weights' bytes is added. The pause of ``on_sync: finish`` lasts as long as the longest response:
+    for it, this is the longest time without a token."""
+    min_mib_per_s: float = Field(default=128, gt=0)
+    """Lowest assumed speed at which the weights reach all engines and are loaded."""
     tries: PositiveInt = 3
     """Tries of a sync that fails without a failed replica; after the last one the run ends. A
     failed replica is rebuilt, and the sync is repeated with the others."""
@@ -304,3 +310,8 @@ class SyncConfig(Section):
     keeps parameters in another form than they are sent. 0 switches all of it off."""
     on_wrong_weights: Literal["rebuild", "stop"] = "rebuild"
     """A replica without the trainer's weights is rebuilt, or ends the run."""
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """What is added to ``timeout_s`` for each byte of a broadcast."""
+        return 1 / (self.min_mib_per_s * (1 << 20))

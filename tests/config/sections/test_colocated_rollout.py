@@ -38,8 +38,13 @@ def test_nccl_is_refused_between_processes_on_one_gpu() -> None:
         config(WITH_TRAIN, sync={"backend": "nccl"})
 
 
-def test_weights_travel_over_gloo_there_also_between_gpus() -> None:
-    assert (chosen("auto", "cuda", colocated=True), chosen("auto", "cuda")) == ("gloo", "nccl")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_travel_through_host_memory_there_also_between_gpus(device: Any) -> None:
+    """Shared by all processes of one machine; a cluster that is joined may have several."""
+    joined = {"address": "auto"}
+    assert chosen(config(WITH_TRAIN).sync_backend, device) == "shared_memory"
+    assert chosen(config(WITH_TRAIN, cluster=joined).sync_backend, device) == "gloo"
+    assert chosen(config({}).sync_backend, "cuda") == "nccl"
     with pytest.raises(StageError):
         chosen("nccl", "cpu")
 
@@ -72,4 +77,4 @@ def test_more_engines_than_ranks_are_a_fault() -> None:
 def test_only_engines_that_share_their_gpu_can_sleep(rollout: dict[str, Any]) -> None:
     made = StudentEngineSpec.of(config(rollout), "cuda", (), "student/0", 0, 0, 0)
     assert made.kwargs["enable_sleep_mode"] is bool(rollout)
-    assert made.transfer_backend == ("gloo" if rollout else "nccl")
+    assert made.transfer_backend == ("shared_memory" if rollout else "nccl")
