@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from async_opd.accounting.journal import LEDGER
+from async_opd.accounting.lineage import is_on_the_way
 from async_opd.api import checked
 from async_opd.checkpoint.earlier_run import (
     is_completed,
@@ -19,7 +20,7 @@ from async_opd.checkpoint.earlier_run import (
 )
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.store import FOLDER, Checkpoints
-from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
+from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine, with_defaults
 from async_opd.checks.preflight import Inputs
 from async_opd.checks.resources import pools, resolve_device
 from async_opd.config.device_defaults import resolved
@@ -54,7 +55,7 @@ def check(config: RunConfig, where: str, redacted: Redactor) -> tuple[RunConfig,
     """
     config, inputs = checked(config, where)
     device = resolve_device(config)
-    complete = resolved(config, device)
+    complete = with_defaults(config, device)
     print(escaped(redacted(dump_config(complete))))
     table = Table("pool", "replicas", "device each", "model", title="pools")
     for pool in pools(config):
@@ -108,9 +109,11 @@ def _resumed(config: RunConfig, inputs: Inputs, where: str, run_dir: Path) -> st
     refuse_another(run_dir / FOLDER, now)
     if is_completed(run_dir):
         return f"{run_dir} is completed already"
-    steps = Checkpoints(run_dir / FOLDER, 1).steps()
-    step, mirror = steps[-1] if steps else 0, config.checkpoint.mirror
-    newest = 0 if mirror is None else newest_mirrored(mirror)
+    store, mirror = Checkpoints(run_dir / FOLDER, 1), config.checkpoint.mirror
+    way, lineages = store.lineage(), store.lineages().items()
+    left = {step for step, its in lineages if not is_on_the_way(step, its, way)}
+    step = max({0, *store.steps()} - left)
+    newest = 0 if mirror is None else newest_mirrored(mirror, run_dir)
     if newest > step:
         return (
             f"the run takes step {newest} from {mirror}, if it is whole, and would go on after it"

@@ -150,9 +150,9 @@ def evaluate(
     """Checks, evaluates and writes the results. ConfigError before an engine starts."""
     import uvloop
 
+    from async_opd.checks.memory_fit import with_defaults
     from async_opd.checks.preflight import preflight
     from async_opd.checks.resources import gpu_count, pools, resolve_device
-    from async_opd.config.device_defaults import resolved
     from async_opd.data.hub import fetched_data
     from async_opd.data.teacher_prompts import teacher_readers
     from async_opd.files.safe_open import make_folder, private_files, write_atomically
@@ -171,7 +171,7 @@ def evaluate(
     problems = [problem for problem in inputs.problems if problem.key not in others]
     device = resolve_device(alone)
     needed = next(pool.gpus for pool in pools(alone) if pool.name == EVAL)
-    if device == "cuda" and not alone.cluster.address and needed > gpu_count():
+    if device == "cuda" and not alone.cluster.joins and needed > gpu_count():
         message = f"the engines take {needed} GPUs, this machine has {gpu_count()}"
         problems.append(Problem(where, "cluster", message, "take fewer replicas"))
     if not inputs.eval and not problems:
@@ -180,7 +180,7 @@ def evaluate(
     if problems:
         raise ConfigError(problems)
     text = Text.of(alone if teacher is None else config)
-    alone = resolved(alone, device)
+    alone = with_defaults(alone, device)
     rows = [
         [row for row in own if teacher in (None, alone.teacher_of(row.data_source))]
         for own in inputs.eval

@@ -28,16 +28,17 @@ from typing import TypeVar
 
 from async_opd.accounting.journal import Journal
 from async_opd.accounting.replacements import ReplayablePrompts
-from async_opd.accounting.run_state import RunState
+from async_opd.accounting.run_state import Cut, RunState
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoint
 from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import unpack
-from async_opd.core.errors import CheckpointError, first_cause
-from async_opd.core.reports import StepReport
+from async_opd.core.errors import CheckpointError, StageError, first_cause
+from async_opd.core.lease import TopicStats
+from async_opd.core.reports import Captured, StageReport, StepReport
 from async_opd.core.samples import DeadLetter, Group
-from async_opd.core.stages import DEAD, STALE, Log, Stages
+from async_opd.core.stages import DEAD, LOG, STALE, Log, Stages
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_runs import EvaluationRuns
 from async_opd.grading.evaluation_schedule import Evaluations
@@ -81,6 +82,7 @@ class Pipeline:
         self._step = self.run_state.step
         self._events = EventForwarder(self.log)
         self._issued = self._restored = self.start is None
+        self._queue_restarted = False
         self._past_cold_start = self.cold_start is None
         self.rewound = False
         self._pushing: asyncio.Task[None] | None = None
@@ -93,6 +95,7 @@ class Pipeline:
             self.schedule,
             self.stages,
             self._bound_evaluation,
+            images=self.run_state.images,
             version=lambda: self.run_state.admission.version,
             ungraded=self.run_state.supply.ungraded,
             noted=None if self.checkpointer is None else self.checkpointer.evaluated,
@@ -117,15 +120,11 @@ class Pipeline:
                     await self.stages.trainer.scale_learning_rate(self.lr_factor)
                 if self.start is None:
                     await self._first_weights()
-                    if self.config.eval.before:
-                        await self.evaluations.measure("eval_initial", 0)
-                    if (asked := self.evaluation) is not None and self.config.eval.teachers:
-                        least_s = teachers_s(self.config, asked.prompts, asked.sampling)
-                        await self.evaluations.measure_teachers(least_s)
-                    if self.cold_start is not None and self.checkpointer is not None:
-                        await self._take_checkpoint(self.checkpointer)
                 else:
                     await self._resume(self.start)
+                if self.run_state.step == 0 and (asked := self.evaluation) is not None:
+                    least_s = teachers_s(self.config, asked.prompts, asked.sampling)
+                    await self.evaluations.measure_first(self.config.eval, self.log.last, least_s)
                 loops.append(coroutines.create_task(self._admit()))
                 loops.append(coroutines.create_task(self._requeue_stale()))
                 loops.append(coroutines.create_task(self._replace()))
@@ -168,12 +167,31 @@ class Pipeline:
             before = "the cold start is not over" if self._restored else "nothing is restored yet"
             cause = "the run is being rewound" if self.rewound else before
             raise CheckpointError("checkpoint", cause)
-        for report in [*self._unlogged]:  # the pools may not answer any more
-            self._log(report, self.metering.step(report, {}, {}) | self.run_state.metrics)
+        self.log_rows()
         if self.checkpointer is not None:
             await self.checkpointer.settled()
-            await self.checkpointer.take(self.run_state.cut)
+            await self.checkpointer.take(self._cut_at_end)
             await self.checkpointer.settled()
+
+    def log_rows(self) -> None:
+        """Logs the rows that wait for the pools, which may not answer any more.
+
+        None of a run that is being rewound. GuardrailExceeded: their weights are to be left.
+        """
+        waiting = [] if self.rewound else [*self._unlogged]
+        found = [(report.step, self._log(report, {}, {})) for report in waiting]
+        for step, warnings in found:
+            self.run_state.guardrail.enforce(step, warnings)
+
+    def _cut_at_end(self, captured: Captured) -> Cut:
+        """The cut of a run that ends early, whose trainer may be one step ahead, after its row."""
+        # The interrupt has ended the driver's wait for a step that the trainer has done.
+        last = captured.report
+        if last is not None and last.step == self.run_state.step + 1:
+            self.run_state.settle(last)
+            self._unlogged.append(last)
+            self.log_rows()
+        return self.run_state.cut(captured)
 
     async def _resume(self, start: Checkpoint) -> None:
         """The checkpoint's weights ──► trainer and replicas; unfinished groups ──► prompts."""
@@ -182,6 +200,10 @@ class Pipeline:
         self._restored = True
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
+        # The queue may have the only copy of scored samples (Batcher.hold). After its death all in
+        # flight is issued: here, or by ``_reissue`` once ``_issued`` is set, with no await between.
+        # Otherwise nothing scored is sampled again. The trainer drops copies of what it has.
+        finished = frozenset() if self._queue_restarted else finished
         self._issued = True
         await self.run_state.images.hold_all(self.stages.queue)
         groups = [
@@ -198,6 +220,8 @@ class Pipeline:
         if self.cold_start is not None:
             await self.cold_start.run(self.stages.trainer, self.stages.scorer, self._bounded)
             self._past_cold_start = True
+            if self.checkpointer is not None:
+                await self._take_checkpoint(self.checkpointer)
         if self.pushes_first or self.cold_start is not None:
             await self.stages.sync.snapshot(0, again=True)
             await self._bounded("the first weight sync", self.stages.sync.push())
@@ -215,6 +239,7 @@ class Pipeline:
         Samples that a stage still works on come twice, and the trainer drops the second copy.
         Before a resumed run has pushed its weights, nothing was issued: ``_resume`` does it then.
         """
+        self._queue_restarted = True
         if self._issued:
             await self.run_state.images.hold_all(self.stages.queue)
             await self._issue(self.run_state.ledger.unfinished_groups(()))
@@ -226,7 +251,7 @@ class Pipeline:
             lease = await self.stages.queue.get(STALE, at_most=256, ack=done)
             headers = [header for batch in lease.batches for header in batch.headers]
             self.run_state.waste.stale(headers)
-            await self._issue(self.run_state.ledger.requeued(headers))
+            await self._issue(self.run_state.supply.stale(headers))
             done = lease.id
 
     async def _replace(self) -> None:
@@ -330,18 +355,32 @@ class Pipeline:
     async def _meter(self, report: StepReport) -> None:
         last = report.step == self.config.train.steps
         pools, topics = await self.metering.pools(self.stages, last)
-        metrics = self.metering.step(report, pools, topics)
         self.log.busy(self.metering.traced(report, pools))
-        warnings = self.run_state.guardrail.observe(metrics)
-        metrics |= self.run_state.metrics | (self.checkpointer.metrics if self.checkpointer else {})
+        warnings = self._log(report, pools, topics)
         self.log.waits(self.metering.waits)
-        self._log(report, metrics)
-        for warning in warnings:
-            self.log.message(f"step {report.step}: {warning}", "warning")
         self.run_state.guardrail.enforce(report.step, warnings)
 
-    def _log(self, report: StepReport, metrics: Mapping[str, float]) -> None:
-        self.log.log(report.step, metrics)
+    def _log(
+        self,
+        report: StepReport,
+        pools: Mapping[str, StageReport],
+        topics: Mapping[str, TopicStats],
+    ) -> list[str]:
+        """Logs the row of a step, and its messages; returns the guardrail's warnings."""
+        guardrail, before = self.run_state.guardrail, self.run_state.guardrail.state
+        metrics = self.metering.step(report, pools, topics)
+        warnings = guardrail.observe(metrics)
+        metrics |= self.run_state.metrics | (self.checkpointer.metrics if self.checkpointer else {})
         self._unlogged.remove(report)
+        try:
+            self.log.log(report.step, metrics)
+        except StageError as error:
+            if error.stage == LOG:  # the file lacks the row; it has it when a callback fails
+                self._unlogged.insert(0, report)
+                guardrail.state = before
+            raise
         for line in report.notes:
             self.log.message(f"trainer: {line}")
+        for warning in warnings:
+            self.log.message(f"step {report.step}: {warning}", "warning")
+        return warnings

@@ -39,6 +39,7 @@ from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
     GuardrailExceeded,
+    HeadLost,
     ProcessDied,
     StageError,
     first_cause,
@@ -220,6 +221,8 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
             await _checkpoint_after_failure(error, training.pipeline, log)
             if training.pipeline.is_trained and training.pipeline.has_weights:
                 await _save_partial_model(stages, job)
+            if isinstance(error, HeadLost):
+                outcome.finish(error)  # before Ray ends this process, which cannot end actors now
             raise
         finally:
             log.summarize({"perf/run_s": time.time() - began})
@@ -229,14 +232,16 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
 
 
 async def _checkpoint_at_end(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> None:
-    """Writes a checkpoint of a run that ends early, if its trainer still answers.
+    """Logs the last rows of a run that ends early, and writes its checkpoint.
 
-    It takes at most ``bound_s``, which the config key ``key`` sets.
+    The latter if its trainer still answers; it takes at most ``bound_s``, which the config key
+    ``key`` sets.
     """
     config = pipeline.config
-    if not config.checkpoint.on_exit:
-        return
     try:
+        pipeline.log_rows()
+        if not config.checkpoint.on_exit:
+            return
         async with asyncio.timeout(bound_s):
             await _check_trainer_alive(pipeline)
             await pipeline.checkpoint()

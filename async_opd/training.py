@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from async_opd.accounting.journal import LEDGER
+from async_opd.accounting.lineage import begun_after
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.checkpointer import Checkpointer
-from async_opd.checkpoint.resume import cut_files, identity, last_evaluation
+from async_opd.checkpoint.resume import cut_files, evaluated_steps, identity
 from async_opd.cluster.launch import LaunchedStages
 from async_opd.cold_start import ColdStart
 from async_opd.core.errors import GuardrailExceeded, ProcessDied, StageError
@@ -37,6 +38,7 @@ from async_opd.observability.stall import teachers_s
 from async_opd.pictures.folder import MEDIA, Thumbnails
 from async_opd.pictures.recorded_prompts import RecordedPrompts
 from async_opd.pipeline import Pipeline
+from async_opd.waiting.race import in_thread
 
 THUMBNAILS_S = 5.0
 """Seconds that the end of the training waits for thumbnails that are being written."""
@@ -68,6 +70,8 @@ class Training:
             self._thumbnails,
         )
         self._checkpointer = _checkpointer(self.job, self.stages)
+        self._checkpointer.lineage = job.store.lineage()
+        self._begin_after(job.start.cut.step if job.start else 0)
         self.pipeline = self._pipeline()
 
     async def run(self) -> None:
@@ -101,11 +105,22 @@ class Training:
             raise error
         self.pipeline.rewound = True
         await self._settle()
-        # first: a run that is killed in between goes back all the same, and may do so again
-        await asyncio.to_thread(job.store.roll_back, error.step - config.window)
-        count = add_roll_back(job.run_dir, RollBack(error.step, error.found))
+        # first: a run that is killed in between goes back all the same, since its lineage tells
+        # the checkpoints that it has left, here and at the mirror
+        self._begin_after(job.store.before(error.step - config.window))
+        one = RollBack(error.step, error.found, self._checkpointer.lineage)
+        count = await asyncio.to_thread(add_roll_back, job.run_dir, one)
         job.message(f"rollback {count} of at most {config.max_roll_backs}")
+        if job.mirror is not None:
+            bound_s = job.config.supervision.timeout_s
+            if warning := await asyncio.to_thread(job.mirror.roll_back, bound_s):
+                job.log.message(warning, "warning")
+        await asyncio.to_thread(job.store.roll_back, error.step - config.window)
         await self._rewind(error)
+
+    def _begin_after(self, step: int) -> None:
+        """Checkpoints are of another lineage from now on: later steps that exist are left."""
+        self._checkpointer.lineage = begun_after(step, self._checkpointer.lineage)
 
     def _pipeline(self, again: bool = False) -> Pipeline:
         """The next pipeline, which has read what its first prompts need.
@@ -115,6 +130,8 @@ class Training:
         the trainer before anything is sampled, since images can be prepared in many ways.
         """
         job = self.job
+        evaluated = evaluated_steps(job.run_dir)
+        job.store.forget_evaluations(evaluated, job.message)
         prompts = RecordedPrompts(
             _prompts(job, self.text, self._readers),
             self._thumbnails,
@@ -133,7 +150,7 @@ class Training:
             self._checkpointer,
             job.start,
             again or (job.config.sync.verify_every > 0 and sees(job.config.student.model)),
-            last_evaluation(job.run_dir) if job.start else -1,
+            max(evaluated, default=-1),
             cold_start_of(job, self.text),
             self._lr_factor(),
         )
@@ -170,7 +187,8 @@ class Training:
             job.message(note)
         await self.stages.rewind(error)
         cut = start.cut if start else None
-        job.log.rewind(cut_files(job.run_dir, cut))
+        self._begin_after(cut.step if cut else 0)
+        job.log.rewind(await in_thread(cut_files, job.run_dir, cut))
         job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
         self.job = replace(job, start=start)
         self.pipeline = await asyncio.to_thread(self._pipeline, again=True)

@@ -166,10 +166,11 @@ def make_replica(model: Path, kv_cache_mib: int = 256) -> Any:
     from teachers.replica import TeacherReplica
     from teachers.spec import TeacherEngineSpec
 
-    engine = EngineConfig(cpu_kv_cache_mib=kv_cache_mib, extra={"max_logprobs": K + 1})
+    engine = EngineConfig(cpu_kv_cache_mib=kv_cache_mib)
     kwargs = engine_kwargs(
         engine, model=str(model), device="cpu", tensor_parallel=1, seed=0, trust_remote_code=False
     )
+    kwargs["max_logprobs"] = K + 1
     return TeacherReplica(TeacherEngineSpec("teacher t/0", kwargs, "teacher_topk", K, ()))
 
 

@@ -74,7 +74,7 @@ class TeacherPool:
             "generate",
             tokens,
             None,
-            lambda r: r.generate(prompts, sampling),
+            partial(_result_or_fault, lambda r: r.generate(prompts, sampling)),
             least_s=self._health.response_s(sampling.max_tokens),
         )
         if isinstance(outcome, Exception):
@@ -83,7 +83,7 @@ class TeacherPool:
 
     async def _score(self, batch: Batch, tries: int) -> ScoreResult:
         whole = tries if len(batch) == 1 else math.ceil(tries / 2)
-        work = partial(_score_or_fault, partial(score_checked, self._name, batch))
+        work = partial(_result_or_fault, partial(score_checked, self._name, batch))
         outcome = await self._tries(whole, "score", tokens_of(batch), _group(batch), work)
         if isinstance(outcome, Batch):
             self.slots.probe_batch = batch.split(1)[0]
@@ -162,10 +162,10 @@ class TeacherPool:
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
 
 
-async def _score_or_fault(
-    work: Callable[[ScoringReplica], Coroutine[Any, Any, Batch]], replica: ScoringReplica
-) -> Batch | RolloutFault:
-    """The fault of a rollout is a result: its replica works on, and no other would do better."""
+async def _result_or_fault(
+    work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]], replica: ScoringReplica
+) -> Result | RolloutFault:
+    """The fault of a rollout or prompt is a result: no replica is at fault, none does better."""
     try:
         return await work(replica)
     except RolloutFault as fault:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from async_opd.core.batch import Batch
+from async_opd.core.errors import Displaced
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
@@ -62,6 +63,9 @@ class RebuildTeacher(Protocol):
     async def __call__(self, teacher: str, index: int, old: Any) -> ScoringReplica:
         """Ends the old replica and starts another. Raises if either fails."""
         ...
+
+    async def displaced(self, old: Any) -> Displaced | None:
+        """The error of a replica that lost its machine or its GPUs; None of any other."""
 
     async def close(self) -> None:
         """Ends every replica that this object started."""

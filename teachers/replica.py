@@ -20,6 +20,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.models.engine_args import fitted, sleep_level
+from async_opd.processes.engine_workers import on_workers
 from async_opd.waiting.race import gather_or_cancel
 from teachers.meter import ScoringMeter
 from teachers.scoring import RequestScoring
@@ -48,6 +49,7 @@ class TeacherReplica:
         """
         await self._engine.check_health()
         await self._engine.get_weight_version()
+        await self._refuse_broken_sleep()
         return int(self._engine.vllm_config.parallel_config.world_size)
 
     async def score(self, batch: Batch) -> Batch:
@@ -92,7 +94,7 @@ class TeacherReplica:
         """
         self._unpaused.clear()
         await self._engine.pause_generation(mode="wait", clear_cache=True)
-        await self._engine.collective_rpc("reload_from", args=(directory,))
+        await on_workers(self._engine, self._spec.name, "reload_from", directory)
         await self._engine.resume_generation()
         self._unpaused.set()
 
@@ -102,10 +104,15 @@ class TeacherReplica:
         Requests in the engine finish first, also those of a scoring stage that has died meanwhile.
         """
         await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
+        await self._refuse_broken_sleep()
 
     async def wake(self) -> None:
         """Moves the weights back to the GPU."""
         await self._engine.wake_up()
+        await self._refuse_broken_sleep()
+
+    async def _refuse_broken_sleep(self) -> None:
+        await on_workers(self._engine, self._spec.name, "refuse_broken_sleep")
 
     async def report(self) -> StageReport:
         """The report since the last one; raises if the engine has died."""

@@ -51,12 +51,14 @@ class ReplicaSlots:
         supervision: SupervisionConfig | None = None,
         *,
         asleep: bool = False,
+        start_s: float = math.inf,
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``asleep``: the replicas share GPUs, and sleep now.
 
         They work, and are probed and rebuilt, only in their turn: between ``wake`` and ``sleep``.
+        ``start_s``: see Policy.
         """
         self.probe_batch: Batch | None = None
         self.tokens = 0  # those of calls that succeeded
@@ -73,13 +75,16 @@ class ReplicaSlots:
         self._successes: Counter[str] = Counter()
         self._loaded: dict[ScoringReplica, TeacherWeights] = {}
         self._is_engine = isinstance(health, HealthConfig)
+        rebuilds = rebuild if self._is_engine else None
         policy = Policy[ScoringReplica](
             supervision=supervision or SupervisionConfig(),
             probe=self._probe,
             probes=health.probes if isinstance(health, HealthConfig) else math.inf,
             patience_s=health.patience_s if isinstance(health, EndpointHealth) else math.inf,
-            rebuild=self._rebuilt if rebuild is not None and self._is_engine else None,
+            displaced=None if rebuilds is None else lambda m: rebuilds.displaced(m.value),
+            rebuild=None if rebuilds is None else self._rebuilt,
             reached=lambda member: self._successes[member.name],
+            start_s=start_s,
         )
         named = {f"{self.name}/{index}": replica for index, replica in enumerate(replicas)}
         self.members = MemberSet(self.name, named, policy, timer, clock)

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from async_opd.models.cpu_kernels import pack_again
+from async_opd.processes.engine_workers import FaultReturningWorker
 from teachers.rows import Chunk, RowRequest, RowScores
 
 if current_platform.is_cpu():
@@ -28,7 +29,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 
-class ScoringWorker(Worker):
+class ScoringWorker(FaultReturningWorker, Worker):
     """``worker_cls`` names it; requests without a ``RowRequest`` are vLLM's alone."""
 
     def load_model(self, **options: Any) -> None:

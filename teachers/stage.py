@@ -35,6 +35,7 @@ from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.stage_calls import StageCalls
+from async_opd.waiting.waits import Waits
 from teachers.backlog import ScoreBacklog
 from teachers.meter import IDLE
 from teachers.offload import offload
@@ -61,6 +62,7 @@ class ScorerStage:
         hosts: Mapping[str, str] | None = None,
         backlog_size: int = 1,
         call_tokens: Mapping[str, int] | None = None,
+        start_s: float = math.inf,
         timer: Timer | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
@@ -68,12 +70,17 @@ class ScorerStage:
         ``consumer`` is the stage's name in the queue. ``hosts[teacher]`` names the pool of GPU
         hosts of a colocated teacher; ``backlog_size`` rollouts make its backlog full.
         ``call_tokens[teacher]`` bounds the tokens of a call: its answer is one message.
+        ``start_s``: see Policy.
         """
         self._hosts = dict(hosts or {})
         self._event_log = EventLog()
-        self._pools = _pools(teachers, health or {}, rebuild, supervision, asleep=self._hosts)
+        self._pools = _pools(
+            teachers, health or {}, rebuild, supervision, asleep=self._hosts, start_s=start_s
+        )
+        waits = Waits(self._event_log.append, timer)
         for pool in self._pools.values():
             pool.slots.members.listen(lambda event: self._event_log.append(str(event)))
+            pool.slots.members.waits = waits
         self._backlogs = {
             host: ScoreBacklog(
                 [name for name, of in self._hosts.items() if of == host], backlog_size
@@ -315,11 +322,13 @@ def _pools(
     rebuild: RebuildTeacher | None,
     supervision: SupervisionConfig | None,
     asleep: Collection[str],
+    start_s: float,
 ) -> dict[str, TeacherPool]:
     """A pool per teacher; the replicas of the teachers in ``asleep`` sleep now."""
     pools: dict[str, TeacherPool] = {}
     for name, replicas in teachers.items():
         of = health.get(name, HealthConfig())
-        slots = ReplicaSlots(name, replicas, of, rebuild, supervision, asleep=name in asleep)
+        given = (name, replicas, of, rebuild, supervision)
+        slots = ReplicaSlots(*given, asleep=name in asleep, start_s=start_s)
         pools[name] = TeacherPool(slots)
     return pools

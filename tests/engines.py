@@ -22,13 +22,13 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 EOS = (2,)
 
 
-def kwargs(model: str | Path) -> dict[str, Any]:
-    """Arguments of a small CPU engine."""
+def kwargs(model: str | Path, workers: int = 1) -> dict[str, Any]:
+    """Arguments of a small CPU engine of so many workers."""
     return engine_kwargs(
         EngineConfig(),
         model=str(model),
         device="cpu",
-        tensor_parallel=1,
+        tensor_parallel=workers,
         seed=0,
         trust_remote_code=False,
     )

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import async_opd
+from async_opd.api import prepared
+from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.job import Job
 from tests.checks.inputs import EXAMPLE, FEW
@@ -142,3 +144,23 @@ def test_a_loss_that_cannot_work_is_refused_before_anything_starts(
         async_opd.distil(EXAMPLE, overrides=[*overrides, loss])
     assert cause in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "device"),
+    [
+        ((), 0, "cpu"),
+        ((), 8, "auto"),
+        (("cluster.wait_s=60",), 0, "auto"),
+        (("cluster.device=cuda",), 0, "cuda"),
+    ],
+)
+def test_a_cluster_to_join_is_asked_whether_it_has_gpus(
+    overrides: tuple[str, ...], gpus: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_opd.cluster.session.gpus_of_cluster", lambda address, bound: gpus)
+    config = load_config(EXAMPLE, ["cluster.address=10.0.0.1:6379", *FEW, *overrides])
+    ready, inputs = prepared(config, "c.yaml")
+    assert ready.cluster.device == device
+    said = "cluster.device: auto is cpu, since the cluster at 10.0.0.1:6379 has no GPU"
+    assert (said in inputs.notes) == (device == "cpu")

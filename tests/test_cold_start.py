@@ -22,7 +22,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import GivenAnswers
 from async_opd.models.tokenizer import Text
 from async_opd.training import cold_start_of
-from tests.test_pipeline import world
+from tests.test_pipeline import SlowDisk, evaluated_world, world
 
 RATE = 0.5
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
@@ -266,6 +266,22 @@ async def test_no_checkpoint_is_taken_before_the_cold_start_is_over() -> None:
         await run.pipeline.checkpoint()
     await run.pipeline.run()
     await run.pipeline.checkpoint()
+
+
+async def test_a_cold_start_has_its_checkpoint_before_the_evaluations_that_follow() -> None:
+    taken_by_then: list[list[int]] = []
+
+    async def grade(rollout: Rollout) -> float:
+        taken_by_then.append([*disk.taken])
+        return 1.0
+
+    run = evaluated_world(grade)
+    run.pipeline.cold_start = Cold(run)  # type: ignore[assignment]
+    disk: Any = SlowDisk(run)
+    run.pipeline.checkpointer = disk
+    run.pipeline.__post_init__()
+    await run.pipeline.run()
+    assert taken_by_then[0] == [0]
 
 
 async def test_a_resumed_run_has_no_cold_start(tmp_path: Path) -> None:

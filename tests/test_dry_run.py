@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
+from async_opd.accounting.lineage import begun_after
+from async_opd.accounting.roll_backs import RollBack, add_roll_back
+from async_opd.accounting.run_state import Cut
 from async_opd.check import outputs
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.run_copies import END, RunCopies
-from async_opd.checkpoint.store import CONFIG, FOLDER, MANIFEST
+from async_opd.checkpoint.store import CONFIG, CUT, FOLDER, MANIFEST
 from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.files.run_format import write_run_format
+from tests.checkpoint.test_store import cut
 
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "quickstart.yaml")
 FEW = "data.train=quickstart/data/eval.jsonl"
@@ -72,6 +78,17 @@ def test_it_says_after_which_step_a_resumed_run_would_go_on(
     assert dry_run("--run-dir", "runs/mine", "--resume") == 0
     assert "the run would go on after step 8 of 200" in capsys.readouterr().out
     assert files(begun) == before
+
+
+def test_a_step_that_a_rollback_has_left_is_not_the_one_to_go_on_after(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = begun_after(0, ())
+    made = TypeAdapter(Cut).dump_json(replace(cut(8), lineage=first))
+    (begun / FOLDER / "step_8" / CUT).write_bytes(made)
+    add_roll_back(begun, RollBack(8, "cut off", begun_after(0, first)))
+    assert dry_run("--run-dir", "runs/mine", "--resume") == 0
+    assert "the run would go on after step 0 of 200" in capsys.readouterr().out
 
 
 def test_a_newer_step_of_the_mirror_is_named(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import random
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import RunConfig
-from async_opd.core.batch import Batch
-from async_opd.core.errors import NoReplica, StageError, StageTimeout
+from async_opd.core.batch import Batch, unpack
+from async_opd.core.errors import NoReplica, NotLeased, StageError, StageTimeout
 from async_opd.core.reports import Captured, Events, Progress, StageReport, StepReport, SyncReport
 from async_opd.core.row import Media
 from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
-from async_opd.core.stages import DEAD, PROMPTS, SamplingSpec, topics
+from async_opd.core.stages import DEAD, PROMPTS, SCORED, SamplingSpec, topics
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.grading.evaluation import Evaluation
@@ -41,7 +41,7 @@ from rollouter.stage import RollouterStage
 from teachers.stage import ScorerStage
 from tests.conftest import make_rollout
 from tests.properties import examples
-from trainer.batcher import Batcher
+from trainer.batcher import Batcher, TrainBatch
 from trainer.saving.sample_file import SCORED_FILE, read_scored, write_scored
 
 TEACHERS = ("a", "b")
@@ -102,6 +102,8 @@ class FakeStudent:
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         version = self.version
         await self.pace.wait()
+        for prompt in prompts:
+            await self.media.get(prompt.media, of=prompt.uid)
         indices = range(sampling.n)
         return [self._rollout(prompt, index, version) for prompt in prompts for index in indices]
 
@@ -180,23 +182,44 @@ class FakeTrainer:
         self.metrics = {"loss/total": 1.0}
         self.trained: list[tuple[str, int]] = []
         self.hang = False
-        self.last = 0
+        self.last: StepReport | None = None
         self.lr_factor = 1.0
         self.state: tuple[int, int, asyncio.Task[tuple[Sample, ...]]]
 
     async def step(self) -> StepReport:
         if self.hang:
             await asyncio.Event().wait()
-        taken = await self.batcher.take(self.version)
+        taken, samples = await self._take()
         await self.pace.wait()
-        for sample in taken.samples:
+        for sample in samples:
             await seen(self.media, sample.rollout.prompt, sample.rollout.uid)
         staleness = tuple(header.staleness(self.version) for header in taken.headers)
         self.staleness += staleness
-        self.trained += [(sample.rollout.uid, self.version) for sample in taken.samples]
-        self.steps, self.last = self.steps + 1, len(taken.samples)
+        self.trained += [(sample.rollout.uid, self.version) for sample in samples]
+        self.steps += 1
+        done = StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
+        self.last = done
         await self.batcher.done()
-        return StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
+        return done
+
+    async def _take(self) -> tuple[TrainBatch, Sequence[Sample]]:
+        """A batch and its samples; those of leased headers are fetched, as several ranks do."""
+        while not self.batcher.payloads:
+            batch = await self.batcher.choose(lambda: self.version)
+            leased: defaultdict[int, list[str]] = defaultdict(list)
+            for header, lease in zip(batch.headers, batch.leases, strict=True):
+                leased[lease].append(header.uid)
+            try:
+                fetched = await self.batcher.queue.fetch(SCORED, leased)
+            except NotLeased as error:
+                lost = {lease for lease, uids in leased.items() if {*uids} & {*error.uids}}
+                await self.batcher.forget(lost)
+                continue
+            if self.batcher.commit(batch, self.version):
+                found = {sample.rollout.uid: sample for sample in unpack(Sample, [fetched])}
+                return batch, [found[header.uid] for header in batch.headers]
+        taken = await self.batcher.take(self.version)
+        return taken, taken.samples
 
     async def save(self, directory: str) -> None: ...
 
@@ -210,10 +233,8 @@ class FakeTrainer:
         return await self.batcher.drop(lost, others)
 
     async def capture(self) -> Captured:
-        last = self.trained[-self.last :] if self.last else []
-        headers = tuple(Header(uid, 1, 1, version, "a") for uid, version in last)
         self.state = (self.steps, self.version, self.batcher.copy_held())
-        return Captured(self.steps, headers)
+        return Captured(self.steps, self.last)
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> dict[str, WrittenFile]:
         steps, version, held = self.state
@@ -356,7 +377,9 @@ def world(
     share: float = 0.01,
     life_s: float = 60.0,
     before: bool = True,
+    payloads: bool = True,
 ) -> World:
+    """``payloads`` False: the trainer leases headers, as the first of several ranks does."""
     config = RunConfig.model_validate(
         {
             "student": {"model": "student"},
@@ -382,7 +405,11 @@ def world(
     students = [FakeStudent(f"student/{i}", queue, n, pace) for i in range(replicas)]
     teachers = {name: FakeTeacher(pace, queue) for name in TEACHERS}
     batcher = Batcher(
-        queue, batch_size=batch_size, max_version_lag=max_lag, group_size=n if groups else 1
+        queue,
+        batch_size=batch_size,
+        max_version_lag=max_lag,
+        group_size=n if groups else 1,
+        payloads=payloads,
     )
     trainer = FakeTrainer(batcher, pace)
     sync = FakeSync(trainer, students, pace)
@@ -830,6 +857,32 @@ async def test_an_evaluation_by_replicas_that_have_later_weights_belongs_to_thes
     assert run.log.evaluated[:2] == [0, 4]
 
 
+async def test_a_version_that_is_measured_before_its_push_ends_is_not_evaluated_again() -> None:
+    run = evaluated_world(right)
+    generate, push = run.rollouter.generate, run.sync.push
+
+    async def ahead(*asked: Any) -> list[Rollout]:
+        """The replicas of evaluations have the newest snapshot."""
+        while run.pipeline.run_state.admission.version == 1 == run.trainer.version:
+            await turns(1)
+        later = (VersionSpan(run.trainer.version, 0, 4),)
+        return [replace(one, version_spans=later) for one in await generate(*asked)]
+
+    async def slow() -> SyncReport:
+        while run.trainer.version == 2 and 4 not in run.log.evaluated:
+            await turns(1)
+        return await push()
+
+    run.rollouter.generate = ahead  # type: ignore[method-assign]
+    run.sync.push = slow  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert run.log.evaluated[:2] == [0, 4]
+    assert run.log.evaluated == sorted(set(run.log.evaluated))
+    named = [line for line in run.log.told if "no evaluation" in line]
+    why = "its engines had the weights after step 4 by then"
+    assert named[0] == f"step 2: no evaluation, since {why}"
+
+
 async def test_the_checkpointer_knows_which_step_is_being_evaluated() -> None:
     asked: list[int | None] = []
 
@@ -861,6 +914,43 @@ async def test_an_evaluation_whose_answers_are_of_several_versions_names_them() 
     run.students[0].generate = slow  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 20)
     assert any(line.startswith("step 2, versions 1 to 2: eval/a 100.0%") for line in run.log.told)
+
+
+async def test_a_queue_that_dies_during_an_evaluation_gets_its_images_again() -> None:
+    """Before training of the student and the teachers, and beside it."""
+    run = evaluated_world(right)
+    evaluation = run.pipeline.evaluation
+    assert evaluation is not None
+    run.pipeline.evaluation = replace(evaluation, prompts=tuple(map(pictured, range(4))))
+    config = run.pipeline.config
+    evaluated = config.eval.model_copy(update={"teachers": True})
+    run.pipeline.config = config.model_copy(update={"eval": evaluated})
+    run.pipeline.__post_init__()
+    (student,), deaths = run.students, []
+    answer = student.generate
+
+    async def struck(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        run.queue.die()
+        deaths.append(run.trainer.steps)
+        await turns(100)  # supervision has issued all again
+        return await answer(prompts, sampling)
+
+    for replica in (student, *run.teachers.values()):
+        replica.generate = struck  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert {"eval_initial/a/accuracy", "eval/b/accuracy"} <= run.log.summary.keys()
+    assert "eval_teacher/a/accuracy" in run.log.keys
+    assert deaths[:3] == [0, 0, 0]
+    assert any(0 < steps < 8 for steps in deaths)
+    assert (await run.queue.media_stats()).images == 0
+
+
+def pictured(number: int) -> Prompt:
+    """A prompt whose image no other prompt has."""
+    encoded = bytes([100 + number]) * 64
+    media = Media(hashlib.sha256(encoded).hexdigest(), 64, 8, 8)
+    prompt = FakePrompts().find(f"p{number}")
+    return replace(prompt, uid=f"e{number}", media=(media,), encoded={media.sha256: encoded})
 
 
 async def right(rollout: Rollout) -> float:
@@ -920,6 +1010,7 @@ shapes = {
     "n": st.sampled_from([1, 2, 4]),
     "replicas": st.integers(1, 3),
     "steps": st.integers(1, 7),
+    "payloads": st.booleans(),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +21,18 @@ from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
 from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.network import shared_environment
+from async_opd.cluster.node_checks import ComparedNodes
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
-from async_opd.core.errors import EngineStartError
+from async_opd.core.errors import Displaced, EngineStartError
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
 from async_opd.queue.image_caches import image_caches
 from async_opd.waiting.barriers import Barriers
 from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.waits import Waits
 from rollouter.spec import StudentEngineSpec
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
@@ -69,6 +72,7 @@ class ActorFactory:
     factories: Factories
     notify: Callable[[str], None]
     bundles: GpuBundles = field(default_factory=GpuBundles)
+    nodes: ComparedNodes | None = None
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
     stages: list[Remote] = field(default_factory=list)
@@ -79,13 +83,15 @@ class ActorFactory:
 
     def __post_init__(self) -> None:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
+        self.waits = Waits(self.notify)
         self.env = shared_environment(self.config.cluster, os.environ)
         self.run_dir = str(Path(self.config.run_dir or ".").absolute())  # for other processes
 
     async def queue(self) -> QueueActor:
         """The message queue."""
         queue = QueueActor(await self.create(actor_names.QUEUE, restarts=True), self.config)
-        await queue.build()
+        with self._waiting(queue.remote.name):
+            await queue.build()
         self.images = QueueProxy(queue.remote)
         return queue
 
@@ -240,7 +246,8 @@ class ActorFactory:
         args = (config, self.device, queue, *factory.extra)
         trainer = TrainerActor(first, config, self.device, factory.path, args, tuple(others))
         hosts = {} if queue is None else dict(enumerate(ranks))
-        await self._build_after_guests("train", hosts, trainer.build, queue)
+        with self._waiting(first.name):
+            await self._build_after_guests("train", hosts, trainer.build, queue)
         return trainer
 
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
@@ -257,7 +264,8 @@ class ActorFactory:
         rebuild = _RebuildTeacher(actor_factory)
         remote = await self.create(actor_names.SCORER, restarts=True)
         scorer = ScorerActor(remote, self.config, teachers, queue, rebuild, self.device)
-        await scorer.build()
+        with self._waiting(remote.name):
+            await scorer.build()
         self.stages.append(scorer.remote)
         return scorer
 
@@ -294,15 +302,19 @@ class ActorFactory:
         remote.shared_place = place
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
-            if guest:
-                await build()
-            else:
-                await self._build_after_guests(bundle[0], {bundle[1]: remote}, build)
+            with self._waiting(actor.name):
+                if guest:
+                    await build()
+                else:
+                    await self._build_after_guests(bundle[0], {bundle[1]: remote}, build)
         except BaseException:
             remote.kill()
             raise
         self.engines.append(remote)  # an actor without an object can only be killed
         return remote
+
+    def _waiting(self, name: str) -> AbstractContextManager[None]:
+        return self.waits.on(f"{name} to start", self.config.timeouts.engine_start_s)
 
     async def create(
         self,
@@ -314,20 +326,24 @@ class ActorFactory:
         restarts: bool = False,
         place: ActorPlacement | None = None,
     ) -> Remote:
-        """Starts an actor's process, which ``close`` will end. ``bundle``: see GpuBundles."""
+        """Starts an actor's process, which ``close`` will end. ``bundle``: see GpuBundles.
+
+        Without one it is a singleton, and on the node of the trainer, where samples end.
+        """
         create = partial(
             Remote.create,
             actor.name,
             timeout_s=self.config.timeouts.request_s,
             env={**(env or {}), **self.env},
             gpus=gpus,
-            bundle=self.bundles.strategy(*bundle) if bundle else None,
+            bundle=await self.bundles.strategy(*(bundle or ("train", 0))),
             restarts=restarts,
             place=place,
             actor=f"{run_name(self.config)}/{actor.path}",
             kind=actor.kind,
         )
         remote = await when_free(create, actor.name, self.config.timeouts.engine_start_s)
+        remote.compare_node = self.nodes.compare if self.nodes else None
         self.started.append(remote)
         return remote
 
@@ -344,6 +360,10 @@ class _RebuildTeacher:
         replica = await self.actor_factory.teacher(teacher, index)
         assert isinstance(replica, TeacherProxy)  # servers are probed, not rebuilt
         return replica
+
+    async def displaced(self, old: TeacherProxy) -> Displaced | None:
+        """See teachers.protocols.RebuildTeacher."""
+        return await old.displaced()
 
     async def close(self) -> None:
         """See teachers.protocols.RebuildTeacher."""

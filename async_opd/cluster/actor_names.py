@@ -25,6 +25,7 @@ from async_opd.cluster.actor_shell import RETRY_S, START_KEY, Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageTimeout
 from async_opd.core.stages import TRAINER
+from async_opd.memory.pools import EVAL
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ def teacher(teacher: str, index: int) -> ActorName:
 def trainer(rank: int) -> ActorName:
     """A rank of the trainer."""
     return ActorName(f"{TRAINER}/{rank}" if rank else TRAINER, f"trainer/{rank}", "Trainer")
+
+
+def of_pool(pool: str, index: int) -> str:
+    """The name in messages of process ``index`` of a pool."""
+    made = {"rollout": student, EVAL: evaluator, "train": trainer}.get(pool)
+    return (made(index) if made else teacher(pool.removeprefix("teachers."), index)).name
 
 
 def run_name(config: RunConfig) -> str:

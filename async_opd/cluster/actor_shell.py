@@ -13,19 +13,31 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
+from time import monotonic
 from types import ModuleType
 from typing import Any, cast
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
-from async_opd.cluster.faults import last_error_lines, to_stage_error
-from async_opd.cluster.network import own_address
+from async_opd.cluster.faults import NODE, last_error_lines, to_stage_error
+from async_opd.cluster.network import name_interface, own_address
+from async_opd.cluster.watching.nodes import (
+    PLACED,
+    POLL_S,
+    REMOVED,
+    group_state,
+    known_loss,
+    lost_node,
+    nodes,
+)
 from async_opd.config.sections.cluster import ClusterConfig
 from async_opd.core.errors import (
+    Displaced,
     EngineStartError,
     ProcessDied,
     ProcessRestarts,
@@ -35,8 +47,10 @@ from async_opd.core.errors import (
 )
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import PRIVATE_UMASK
+from async_opd.models import torchvision_operators
 from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
+from async_opd.processes.niceness import yield_to_starting
 from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.waiting.deadline import Deadline
 
@@ -46,6 +60,8 @@ START_KEY, REQUEST_KEY, LIVENESS_KEY = (
     "supervision.timeout_s",
 )
 """Config keys of bounds, for remedies."""
+WORDS_S = 5.0
+"""Seconds in which a process that failed has to send the last lines of its log."""
 RETRY_S = 0.05
 """Seconds before a call is repeated whose process died."""
 
@@ -56,6 +72,8 @@ class ActorPlacement:
 
     node: str
     gpus: tuple[str, ...]
+    process: str = field(default="", compare=False)
+    """Ray's id of the process; the next one has another."""
 
     def __str__(self) -> str:
         return f"GPU {', '.join(self.gpus) or '–'} of node {self.node}"
@@ -84,6 +102,7 @@ class ActorShell:
     def __init__(self) -> None:
         os.umask(PRIVATE_UMASK)  # a joined cluster may have another
         private_compile_cache()
+        torchvision_operators.install()
         name = os.environ.get(ACTOR, "")
         print(f"async_opd: this is the log of {name}", file=sys.stderr, flush=True)
         self._object: Any = None
@@ -111,7 +130,12 @@ class ActorShell:
         """The node and the GPUs of the process."""
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
-        return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)))
+        process = context.get_worker_id()
+        return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)), process)
+
+    async def error_lines(self, process: str) -> str:
+        """The errors at the end of its output, or of a predecessor's, for another machine."""
+        return await asyncio.to_thread(last_error_lines, process)
 
     async def listen(self, cluster: ClusterConfig) -> tuple[str, int, int]:
         """Opens a socket for the object to build: its address, port and file descriptor."""
@@ -121,9 +145,11 @@ class ActorShell:
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
         """Builds the object: imports ``module:callable``, calls it, and awaits a coroutine."""
+        name_interface(os.environ)
         module, _, name = factory.partition(":")
         made = getattr(_imported(module), name)(*args)
         self._object = await made if inspect.isawaitable(made) else made
+        await asyncio.to_thread(yield_to_starting)
         self._built.set()
 
     async def call(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -151,6 +177,14 @@ class Remote:
         self.name = name
         self.shared_place: ActorPlacement | None = None
         """The place of the GPUs that it shares with others: ``build`` refuses any other."""
+        self.compare_node: Callable[[str], Awaitable[None]] | None = None
+        """``build`` calls it with its node's id first: it raises for one that differs."""
+        self.group: PlacementGroup | None = None
+        """Its reserved GPUs."""
+        self.start_s: float | None = None
+        """Seconds that its last start took."""
+        self.node = ""
+        """Ray's id of the node of its process, once that has started."""
         self._restarts = restarts
         self._handle = handle
         self._timeout_s = timeout_s
@@ -193,30 +227,75 @@ class Remote:
             options["num_gpus"] = gpus
         if restarts:
             options["max_restarts"] = -1
-        return cls(name, _shell(kind).options(**options).remote(), timeout_s, restarts)
+        made = cls(name, _shell(kind).options(**options).remote(), timeout_s, restarts)
+        made.group = getattr(bundle, "placement_group", None)
+        return made
 
     async def place(self, timeout_s: float) -> ActorPlacement:
         """The node and the GPUs of the process."""
         place = self._handle.place
-        found = await self._bounded(place.remote, timeout_s, "starting a process", START_KEY)
+        found = await self._bounded(place.remote, timeout_s, "starting", START_KEY)
         return cast(ActorPlacement, found)
 
     async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
-        """Builds the object; EngineStartError with the process's last error lines if that fails."""
+        """Builds the object; EngineStartError with the process's last error lines if that fails.
+
+        Displaced if it fails since the process lost its machine.
+        """
+        self.node = ""
+        while self.group is not None and await self._state(self.group) not in (PLACED, REMOVED):
+            await Deadline(self.name).pause(POLL_S)  # before the time of its start begins
+        began = monotonic()
         try:
-            pid = await self._started(timeout_s)
+            found = await self._started(timeout_s)
+            self.node = found.node
             if self.shared_place is not None:
-                self._compare(await self.place(timeout_s), self.shared_place)
+                self._compare(found, self.shared_place)
+            if self.compare_node is not None:
+                await self.compare_node(found.node)
             build = partial(self._handle.build.remote, factory, args)
             await self._bounded(build, timeout_s, "building", START_KEY)
+            self.start_s = monotonic() - began
         except StageError as error:
-            words = await asyncio.to_thread(last_error_lines, pid) if "pid" in locals() else ""
+            if (displaced := await self.displaced()) is not None:
+                raise displaced from error
+            words = await self._error_lines(found.process) if "found" in locals() else ""
             raise EngineStartError(
                 self.name,
                 f"did not start: {error.cause}"
                 + (f"\n    its last error lines:\n{words}" if words else ""),
                 error.remedy,
             ) from error
+
+    async def _error_lines(self, process: str) -> str:
+        """From its log, if that is on this machine; otherwise it is asked itself."""
+        words = await asyncio.to_thread(last_error_lines, process)
+        if not words:
+            with suppress(StageError):  # it is dead, or hangs
+                ask = partial(self._handle.error_lines.remote, process)
+                words = str(await self._bounded(ask, WORDS_S, "its last lines", ""))
+        return words
+
+    async def displaced(self) -> Displaced | None:
+        """The error that says so if its machine is lost, after the head's verdict, or its GPUs."""
+        if (node := await lost_node(self.node)) is not None:
+            return Displaced(self.name, node.loss, NODE)
+        state = PLACED
+        with suppress(StageError):  # the head does not answer
+            state = PLACED if self.group is None else await self._state(self.group)
+        if state == PLACED:
+            return None
+        gone = "its GPUs were given to a more important process"
+        cause = (
+            gone
+            if state == REMOVED
+            else "what was reserved for it is lost, and it waits for others"
+        )
+        return Displaced(self.name, cause, "join machines with GPUs")
+
+    async def _state(self, group: PlacementGroup) -> str:
+        await nodes()  # raises if the head does not answer: the next call would not end
+        return await asyncio.to_thread(group_state, group)
 
     def _compare(self, found: ActorPlacement, shared: ActorPlacement) -> None:
         """StageError if Ray has started the process elsewhere, as after the death of its node.
@@ -227,14 +306,14 @@ class Remote:
             cause = f"Ray has started it on {found}, but it shares {shared}"
             raise StageError(self.name, cause, "its node was lost: stop the run, and --resume it")
 
-    async def _started(self, timeout_s: float) -> int:
-        """The process's id; while Ray ends an earlier process, that of the next one."""
-        pid, error = self._handle.pid.remote, None
+    async def _started(self, timeout_s: float) -> ActorPlacement:
+        """Where its process is; while Ray ends an earlier process, that of the next one."""
+        error = None
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return int(await self._bounded(pid, timeout_s, "starting", START_KEY))
+                        return await self.place(timeout_s)
                     except ProcessRestarts as again:
                         error = again
                     await asyncio.sleep(RETRY_S)
@@ -280,7 +359,10 @@ class Remote:
         try:
             return await Deadline(self.name).within(timeout_s, what, call(), remedy)
         except ray.exceptions.RayError as error:
-            raise to_stage_error(self.name, what, error, self._restarts) from error
+            failure = to_stage_error(self.name, what, error, self._restarts)
+            if isinstance(failure, ProcessDied) and (node := await known_loss(self.node)):
+                failure = type(failure)(self.name, f"{node.loss}, during {what}", NODE)
+            raise failure from error
 
     async def pid(self, timeout_s: float) -> int:
         """The id of its current process."""

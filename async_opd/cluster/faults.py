@@ -45,6 +45,12 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        (found.ActorUnavailableError,),
+        "its process cannot be reached",
+        f"{LOG}; run.log names a machine that is lost",
+        becomes=ProcessRestarts,
+    ),
     Fault((found.RayActorError,), "its process died", MEMORY, becomes=ProcessRestarts),
     Fault((found.WorkerCrashedError,), "its process crashed", MEMORY, becomes=ProcessRestarts),
     Fault((found.AsyncioActorExit,), "its process has exited", LOG, becomes=ProcessRestarts),
@@ -152,18 +158,19 @@ def _inside(name: str, what: str, error: found.RayTaskError, restarts: bool) -> 
     return StageError(name, f"{what} failed: {type(cause).__name__}: {cause}")
 
 
-def last_error_lines(pid: int, lines: int = 15) -> str:
+def last_error_lines(process: str, lines: int = 15) -> str:
     """The errors at the end of an actor's output, if its log is on this machine.
 
-    Other users of a joined cluster can put links or pipes among Ray's logs: ``error_lines`` opens
-    none.
+    ``process`` is Ray's id of it, which its log is named by: a process of another machine may have
+    the same pid. Other users of a joined cluster can put links or pipes among Ray's logs:
+    ``error_lines`` opens none.
     """
     node = ray._private.worker._global_node
-    if node is None:
+    if node is None or not process:
         return ""
     words: list[str] = []
     for suffix in ("err", "out"):
         for path in sorted(os.scandir(node.get_logs_dir_path()), key=lambda entry: entry.name):
-            if path.name.startswith("worker-") and path.name.endswith(f"-{pid}.{suffix}"):
+            if path.name.startswith(f"worker-{process}-") and path.name.endswith(f".{suffix}"):
                 words += error_lines(path.path, lines)
     return "\n".join(f"      {word}" for word in words[: 4 * lines])

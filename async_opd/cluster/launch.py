@@ -10,7 +10,7 @@ A process whose GPUs others share is built after these, which sleep then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +21,13 @@ from async_opd.accounting.images import kept
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
-from async_opd.cluster.gpu_bundles import GpuBundles, reserve
+from async_opd.cluster.gpu_bundles import (
+    GpuBundles,
+    gpu_nodes,
+    names,
+    reserve,
+    trainers_bundle,
+)
 from async_opd.cluster.node_checks import check_nodes
 from async_opd.cluster.proxies import (
     QueueProxy,
@@ -35,14 +41,18 @@ from async_opd.cluster.proxies import (
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import ray_session
 from async_opd.cluster.singleton_actors import SingletonActors
+from async_opd.cluster.watching.placement import Placement
+from async_opd.cluster.watching.watch import ClusterWatch
 from async_opd.config.run_config import RunConfig
-from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher
-from async_opd.core.errors import StageError, first_cause
+from async_opd.config.sections.teachers import EndpointTeacher
+from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
+from async_opd.processes.reaper import ProcessReaper
 from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from rollouter.stage import RollouterStage, RolloutReplica
 from teachers.endpoint.replica import EndpointReplica
@@ -59,19 +69,20 @@ class LaunchedStages:
     trainer: TrainerProxy
     sync: WeightSync
     singletons: SingletonActors
+    watch: ClusterWatch
 
     async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
-        """See Stages."""
-        await self.singletons.supervise(reissue, step)
+        """See Stages. Raises HeadLost when the head of the cluster is lost."""
+        await race(self.watch.run(), self.singletons.supervise(reissue, step))
 
     async def rewind(self, error: StageError) -> None:
         """After the trainer's death, or for a rollback: rebuilds all stages, keeps the engines.
 
         The trainer then has the student's first weights. Raises if it died too often.
         """
-        await self.singletons.rebuild_all(error)
+        await race(self.watch.run(), self.singletons.rebuild_all(error))
 
     async def save_early(self, directory: str) -> None:
         """Saves the student of a run that ends before its time. Raises what the trainer raises.
@@ -118,16 +129,48 @@ async def launch(
 
     Raises EngineStartError with the name of the first actor that did not start.
     """
-    async with ray_session(config) as reaper:
-        await check_nodes(config, device)
-        bundles = await reserve(config, notify) if device == "cuda" else GpuBundles()
-        made = factories or Factories()
-        actor_factory = ActorFactory(config, device, eos_ids, made, notify, bundles)
+    given = (device, eos_ids, factories or Factories(), notify)
+    async with _processes(config, *given) as (actor_factory, reaper):
+        hosts = {str(teacher.host) for teacher in config.teachers.values() if teacher.host}
+        reserved = (actor_factory.bundles, hosts, notify, actor_factory.waits)
+        watch = ClusterWatch(notify, Placement(*reserved, gpu_nodes, names))
+        stages = await race(watch.run(), _build(actor_factory, watch))
+        if reaper is not None:
+            reaper.track_descendants()
+        yield stages
+
+
+@asynccontextmanager
+async def _processes(
+    config: RunConfig,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    factories: Factories,
+    notify: Callable[[str], None],
+    only: Collection[str] | None = None,
+) -> AsyncIterator[tuple[ActorFactory, ProcessReaper | None]]:
+    """Starts Ray and reserves GPUs, of ``only`` some pools; at the end ends all processes."""
+    waits, bound = Waits(notify), config.timeouts.engine_start_s
+    if (address := config.cluster.joins) != config.cluster.address:
+        notify("cluster: a local one" if address is None else f"cluster: joining {address}")
+        if address is not None and address.startswith("ray://"):
+            message = f"RAY_ADDRESS is {address}, a client"
+            remedy = "set it to host:port, or use ray job submit"
+            raise ConfigError([Problem("the environment", "cluster.address", message, remedy)])
+        cluster = config.cluster.model_copy(update={"address": address})
+        config = config.model_copy(update={"cluster": cluster})
+    async with ray_session(config, waits) as reaper:
+        with waits.on("reports of the nodes", bound):
+            nodes = await check_nodes(config, device)
+        bundles = GpuBundles()
+        if device == "cpu" and nodes is not None:  # a local run has one node
+            bundles = trainers_bundle(config)
+        if device == "cuda" and (only is None or only):
+            with waits.on("GPUs", bound + config.cluster.wait_s):
+                bundles = await reserve(config, notify, only or ())
+        actor_factory = ActorFactory(config, device, eos_ids, factories, notify, bundles, nodes)
         try:
-            stages = await _build(actor_factory)
-            if reaper is not None:
-                reaper.track_descendants()
-            yield stages
+            yield actor_factory, reaper
         finally:
             await actor_factory.close()
 
@@ -145,22 +188,17 @@ async def launch_evaluators(
 
     The stage is in this process; it has to be run. Raises as ``launch`` does.
     """
-    async with ray_session(config) as reaper:
-        bundles = await reserve(config, notify, {EVAL}) if device == "cuda" else GpuBundles()
-        made = factories or Factories()
-        actor_factory = ActorFactory(config, device, eos_ids, made, notify, bundles)
-        try:
-            queue = QueueProxy((await actor_factory.queue()).remote)
-            first = config.rollout.replicas
-            indices = range(first, first + config.eval.replicas)
-            students = await gather_or_cancel(*(actor_factory.student(i, queue) for i in indices))
-            await gather_or_cancel(*(student.ready() for student in students))
-            if reaper is not None:
-                reaper.track_descendants()
-            named = {student.name: student for student in students}
-            yield _Evaluators(named, queue, None, config.supervision, pool=EVAL)
-        finally:
-            await actor_factory.close()
+    given = (device, eos_ids, factories or Factories(), notify)
+    async with _processes(config, *given, only={EVAL}) as (actor_factory, reaper):
+        queue = QueueProxy((await actor_factory.queue()).remote)
+        first = config.rollout.replicas
+        indices = range(first, first + config.eval.replicas)
+        students = await gather_or_cancel(*(actor_factory.student(i, queue) for i in indices))
+        await gather_or_cancel(*(student.ready() for student in students))
+        if reaper is not None:
+            reaper.track_descendants()
+        named = {student.name: student for student in students}
+        yield _Evaluators(named, queue, None, config.supervision, pool=EVAL)
 
 
 class _Evaluators(RollouterStage):
@@ -186,17 +224,13 @@ async def launch_replayer(
 
     Raises as ``launch`` does.
     """
-    async with ray_session(config) as reaper:
-        bundles = await reserve(config, notify, {"train"}) if device == "cuda" else GpuBundles()
-        made = Factories(trainer=Factory("async_opd.cluster.trainer_actor:build_replayer"))
-        actor_factory = ActorFactory(config, device, (), made, notify, bundles)
-        try:
-            replayer = await actor_factory.trainer(None)
-            if reaper is not None:
-                reaper.track_descendants()
-            yield ReplayerProxy(replayer.remote)
-        finally:
-            await actor_factory.close()
+    made = Factories(trainer=Factory("async_opd.cluster.trainer_actor:build_replayer"))
+    given = (device, (), made, notify)
+    async with _processes(config, *given, only={"train"}) as (actor_factory, reaper):
+        replayer = await actor_factory.trainer(None)
+        if reaper is not None:
+            reaper.track_descendants()
+        yield ReplayerProxy(replayer.remote)
 
 
 @asynccontextmanager
@@ -214,12 +248,10 @@ async def launch_teacher(
     ``prompts`` are those that it will be asked about: if any has images, a queue that holds them is
     started, too. Raises as ``launch`` does.
     """
-    pool = {f"teachers.{name}"}
-    engines = not isinstance(config.teachers[name], EndpointTeacher)
-    async with ray_session(config) as reaper:
-        wanted = device == "cuda" and engines
-        bundles = await reserve(config, notify, pool) if wanted else GpuBundles()
-        actor_factory = ActorFactory(config, device, eos_ids, Factories(), notify, bundles)
+    is_server = isinstance(config.teachers[name], EndpointTeacher)
+    only = set() if is_server else {f"teachers.{name}"}
+    given = (device, eos_ids, Factories(), notify)
+    async with _processes(config, *given, only=only) as (actor_factory, reaper):
         replicas: list[TeacherProxy | EndpointReplica] = []
         seen = [prompt for prompt in prompts if prompt.media]
         try:
@@ -238,10 +270,9 @@ async def launch_teacher(
             for replica in replicas:
                 if isinstance(replica, EndpointReplica):
                     await replica.close()
-            await actor_factory.close()
 
 
-async def _build(actor_factory: ActorFactory) -> LaunchedStages:
+async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedStages:
     config = actor_factory.config
     queue_actor = await actor_factory.queue()
     queue = QueueProxy(queue_actor.remote)
@@ -285,6 +316,7 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
         trainer,
         _refreshing(actor_factory, rollouts, trainer, scorer, scoring.weights),
         SingletonActors(config, actor_factory.notify, *stages),
+        watch,
     )
 
 
@@ -300,12 +332,7 @@ def _refreshing(
     ``newest`` gets the weights of each, for a scoring stage that is restarted.
     """
     config = actor_factory.config
-    every = {
-        name: teacher.refresh_every
-        for name, teacher in config.teachers.items()
-        if isinstance(teacher, SelfTeacher) and teacher.refresh_every
-    }
-    if not every:
+    if not (every := config.refreshes):
         return sync
 
     async def load(teacher: str, version: int, directory: str) -> None:

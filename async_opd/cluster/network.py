@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import ray
 
 from async_opd.config.secrets import without_secret_variables
 from async_opd.config.sections.cluster import ClusterConfig
 from async_opd.models.engine_args import LOOPBACK
-from async_opd.processes.listening import interface_address
+from async_opd.processes.listening import interface_address, interface_of
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "HF_")
 NAMES = {
@@ -50,9 +50,27 @@ def shared_environment(cluster: ClusterConfig, environ: Mapping[str, str]) -> di
     named = {name: value for name, value in environ.items() if _is_shared(name)}
     shared = without_secret_variables(named)
     if cluster.interface is not None:
-        shared["GLOO_SOCKET_IFNAME"] = cluster.interface
-        shared["NCCL_SOCKET_IFNAME"] = f"={cluster.interface}"  # without "=" it is a prefix
+        shared |= _named(cluster.interface)
     return shared
+
+
+def name_interface(environ: MutableMapping[str, str]) -> None:
+    """Makes gloo and NCCL of this process use the interface that has its node's address in Ray.
+
+    Otherwise gloo would listen where the host's name resolves to: on Debian on the loopback. What
+    ``environ`` names already stays, as in a local run. StageError if no interface has the address.
+    """
+    unset = [name for name in LOOPBACK if not environ.get(name)]
+    if unset:
+        named = _named(interface_of(str(ray.util.get_node_ip_address())))
+        environ.update((name, named[name]) for name in unset)
+
+
+def _named(interface: str) -> dict[str, str]:
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # without "=" it is a prefix
+    }
 
 
 def _is_shared(name: str) -> bool:

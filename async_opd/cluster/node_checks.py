@@ -1,12 +1,16 @@
-"""Compares the nodes of a joined cluster with the driver's, before any engine starts there."""
+"""Compares the nodes of a joined cluster with the driver's, before any engine starts there.
+
+Those of the start are compared at once; one that joins later when Ray starts a process on it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from async_opd.cluster.faults import to_stage_error
 from async_opd.cluster.network import shared_environment
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EngineTeacher
-from async_opd.core.errors import ConfigError, StageError
+from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.files.safe_open import make_folder, regular_file
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import sees
@@ -29,23 +33,56 @@ from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel
 
 
-async def check_nodes(config: RunConfig, device: Device) -> None:
-    """Runs a task on every node of a joined cluster with several nodes: any may get an actor.
+async def check_nodes(config: RunConfig, device: Device) -> ComparedNodes | None:
+    """Compares every node of a joined cluster: any may get an actor. None for a local run.
 
     ConfigError with all problems: a folder that a node cannot use, versions and settings of NCCL
     that differ from the driver's, too little shared memory, a node that does not answer.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if config.cluster.address is None or len(nodes) < 2:
-        return
-    keys = _folders(config)
-    with _probe(config, keys) as probe:
+    if config.cluster.address is None:
+        return None
+    if config.run_dir is not None:  # a process on a node has another working directory
+        run_dir = os.path.join(os.getcwd(), config.run_dir)
+        config = config.model_copy(update={"run_dir": run_dir})
+    with _probe(config, _folders(config)) as probe:
         driver = await asyncio.to_thread(report, "the driver", probe, False)
-        asked = (_ask(config, node, probe, device) for node in nodes)
-        found = await gather_or_cancel(*asked)
-    problems = node_problems(driver, found, keys)
+    compared = ComparedNodes(config, device, driver)
+    problems = await compared.problems([node for node in ray.nodes() if node["Alive"]])
     if problems:
         raise ConfigError(problems)
+    return compared
+
+
+@dataclass
+class ComparedNodes:
+    """The nodes that can run what the driver can. Can be pickled and sent to other actors."""
+
+    config: RunConfig
+    device: Device
+    driver: NodeReport
+    ids: set[str] = field(default_factory=set)
+
+    async def compare(self, node: str) -> None:
+        """Compares the node of this id unless it was. StageError with all problems of it."""
+        new = [found for found in ray.nodes() if found["NodeID"] == node and node not in self.ids]
+        problems = await self.problems(new)
+        if problems:
+            words = "; ".join(f"{one.key}: {one.message}" for one in problems)
+            remedies = dict.fromkeys(one.remedy for one in problems)
+            raise StageError("cluster", f"its node differs: {words}", "; ".join(remedies))
+
+    async def problems(self, nodes: Sequence[dict[str, Any]]) -> list[Problem]:
+        """Runs a task on each of the nodes, which are compared from now on if it finds nothing."""
+        if not nodes:
+            return []
+        keys = _folders(self.config)
+        with _probe(self.config, keys) as probe:
+            asked = (_ask(self.config, node, probe, self.device) for node in nodes)
+            found = await gather_or_cancel(*asked)
+        problems = node_problems(self.driver, found, keys)
+        if not problems:
+            self.ids.update(node["NodeID"] for node in nodes)
+        return problems
 
 
 def _folders(config: RunConfig) -> dict[str, str]:
@@ -57,13 +94,7 @@ def _folders(config: RunConfig) -> dict[str, str]:
     }
     models[config.student.model] = "student.model"
     found = {path: key for path, key in models.items() if os.path.isdir(path)}
-    run_dir = _run_dir(config)
-    return found | ({} if run_dir is None else {run_dir: "run_dir"})
-
-
-def _run_dir(config: RunConfig) -> str | None:
-    """The absolute path: a process on a node has another working directory."""
-    return None if config.run_dir is None else str(Path(config.run_dir).absolute())
+    return found | ({} if config.run_dir is None else {config.run_dir: "run_dir"})
 
 
 @contextmanager
@@ -71,9 +102,9 @@ def _probe(config: RunConfig, folders: dict[str, str]) -> Iterator[Probe]:
     """A file in the run directory, removed at the end."""
     models = {path: files_of(path) for path, key in folders.items() if key != "run_dir"}
     token = secrets.token_hex(8)
-    run_dir = _run_dir(config)
+    run_dir, interface = config.run_dir, config.cluster.interface
     seen = any(map(sees, models))
-    probe = Probe(run_dir, f".probe-{token}", token, models, config.cluster.interface, seen)
+    probe = Probe(run_dir, f".probe-{token}", token, models, interface, seen)
     if run_dir is None:
         yield probe
         return
@@ -99,7 +130,7 @@ async def _ask(config: RunConfig, node: dict[str, Any], probe: Probe, device: De
             "env_vars": {**shared_environment(config.cluster, os.environ), SAFE_PATH: "1"}
         },
     )
-    ask = partial(task.remote, name, probe, gpus)
+    ask = partial(task.remote, name, replace(probe, address=node["NodeManagerAddress"]), gpus)
     try:
         return await _answer(ask, config.timeouts.engine_start_s)
     except StageError as error:

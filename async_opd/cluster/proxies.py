@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.rollouter_actor import RollouterService
+from async_opd.core.errors import Displaced
 from async_opd.core.stages import TRAINER
 from async_opd.queue.message_queue import MessageQueue
 from async_opd.waiting.deadline import Deadline
@@ -45,6 +46,15 @@ class Proxy:
 
     def __init__(self, remote: Remote) -> None:
         self.remote = remote
+
+    @property
+    def start_s(self) -> float | None:
+        """See Remote.start_s."""
+        return self.remote.start_s
+
+    async def displaced(self) -> Displaced | None:
+        """See Remote.displaced."""
+        return await self.remote.displaced()
 
     def kill(self) -> None:
         """Ends the process and its children."""

@@ -132,6 +132,7 @@ class RollouterService:
             evaluating = self._stage_of("eval", own, rollouts, config, queue)
             self.evaluators = Evaluators(evaluating, self._refresh)
             self.evaluators.stage.members.listen(self.stage.note)
+            self.evaluators.stage.members.waits = self.stage.members.waits
         self._broadcast = self._broadcast_of(config, replicas, trainer, before.newest)
         self._progress = self._progress_of(config, trainer, teachers)
         self._timeouts = config.timeouts
@@ -144,6 +145,7 @@ class RollouterService:
         self._rebuilding: AbstractAsyncContextManager[None] = nullcontext()
         if replicas_lock is not None:
             self._rebuilding = SharedLock(replicas_lock, "a rebuild of a student's replica")
+        self._refreshing = asyncio.Lock()  # taken before those of the GPUs and of the weight sync
         self._rebuilds_before = before.rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
@@ -165,6 +167,8 @@ class RollouterService:
             answer_s=answer_s(config.timeouts.stall_s, depth=2),
             current=self._current,
             pool=pool,
+            start_s=config.timeouts.engine_start_s,
+            displaced=lambda member: cast("StudentProxy", member.value).displaced(),
         )
 
     def _broadcast_of(
@@ -181,6 +185,7 @@ class RollouterService:
             [replica.workers for replica in replicas],
             on_sync=config.async_.on_sync,
             timeout_s=config.sync.timeout_s,
+            seconds_per_byte=config.sync.seconds_per_byte,
             rolling=config.sync.rolling,
             tries=config.sync.tries,
             newest=newest,
@@ -252,14 +257,17 @@ class RollouterService:
     async def _snapshot(self, version: int, again: bool) -> None:
         """A snapshot; a trainer that shares the replicas' GPUs takes it in a turn.
 
-        The turn is waited for without a lock: a replica that is rebuilt has the GPUs until it has
-        the newest weights, and no weights are sent while a snapshot is taken.
+        The turn is waited for without a lock of the GPUs or of the weight sync: a replica that is
+        rebuilt has both until it has the newest weights. In the turn none is rebuilt, and
+        ``_refreshing`` keeps evaluation replicas from having the sync's lock. So the snapshot gets
+        it at once, and never waits with it for another turn, which a rebuild could keep from it.
         """
-        if self._turns is not None:
-            watchdog = ProgressWatchdog(TRAINER, self._timeouts.stall_s, "timeouts.stall_s")
-            turn = self._turns.begin_turn("rollout")
-            await watchdog.within("waiting for its GPUs", turn, self._progress, sys.maxsize)
-        await self._sync.snapshot(version, again)
+        async with self._refreshing:
+            if self._turns is not None:
+                watchdog = ProgressWatchdog(TRAINER, self._timeouts.stall_s, "timeouts.stall_s")
+                turn = self._turns.begin_turn("rollout")
+                await watchdog.within("waiting for its GPUs", turn, self._progress, sys.maxsize)
+            await self._sync.snapshot(version, again)
 
     async def push(self) -> SyncReport:
         """See WeightSync.push."""
@@ -281,7 +289,7 @@ class RollouterService:
         self.orders.answer(number, answer)
 
     async def _refresh(self) -> None:
-        async with holding("an evaluation", self._trainers):
+        async with self._refreshing, holding("an evaluation", self._trainers):
             await self._broadcast.refresh_evaluators()
 
     async def _rebuilt(self, first: int, member: Member[StudentProxy]) -> StudentProxy:

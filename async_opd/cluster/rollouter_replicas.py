@@ -71,14 +71,17 @@ class RollouterActor(SingletonActor):
         Nothing rebuilds an actor that dies meanwhile: its death is the launch's error.
         """
         remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
-        workers = await gather_or_cancel(*(student.ready() for student in students))
+        bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
+        with actor_factory.waits.on("the sync group of the replicas", bound):
+            workers = await gather_or_cancel(*(student.ready() for student in students))
         replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
         rollouter = cls(remote, actor_factory, replicas, *stages)
         await rollouter.build()
         actor_factory.stages.append(remote)
-        bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
-        connecting = rollouter.proxy.connect()
-        await Deadline(remote.name).within(bound, "connecting the sync group", connecting, remedy)
+        with actor_factory.waits.on("the sync group of the replicas", bound):
+            connecting = rollouter.proxy.connect()
+            what = "connecting the sync group"
+            await Deadline(remote.name).within(bound, what, connecting, remedy)
         return rollouter
 
     async def build(self) -> None:

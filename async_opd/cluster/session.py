@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -24,9 +26,11 @@ from async_opd.core.errors import StageError
 from async_opd.core.printable import indented
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import regular_file
+from async_opd.processes.niceness import starting_niceness
 from async_opd.processes.output import write_stderr
 from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.processes.reaper import ProcessReaper, process_reaper
+from async_opd.waiting.waits import Waits
 
 MESSAGES = "ray_messages.log"
 """In the run directory: what Ray says to its driver."""
@@ -36,12 +40,45 @@ TOO_SLOW = "timed out during startup"
 """What Ray's error says where its processes were too slow: it has no class of its own."""
 SLOW_AGENT = "Timed out waiting for file"
 """What the raylet says where its agent was: the file is to hold the agent's port."""
+JOINING = (
+    "check cluster.address, or leave it out for a local cluster; a cluster with token "
+    "authentication is joined with RAY_AUTH_MODE=token and its token (RAY_AUTH_TOKEN)"
+)
 STREAM_S = 2.0
 """Seconds between two looks at what workers have written."""
 
 
+ASK = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+print("GPUs", int(ray.cluster_resources().get("GPU", 0)))
+"""
+
+
+def gpus_of_cluster(address: str, timeout_s: float) -> int:
+    """GPUs of all machines that a cluster to join has now, asked by a process of its own.
+
+    StageError if it does not answer within the bound.
+    """
+    try:
+        command = [sys.executable, "-P", "-c", ASK, address]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        cause = f"the cluster at {address!r} has not said within {timeout_s:g} s which GPUs it has"
+        remedy = "check cluster.address, or set cluster.device; supervision.timeout_s is the bound"
+        raise StageError("cluster", cause, remedy) from error
+    found = re.search(r"^GPUs (\d+)$", asked.stdout, re.MULTILINE)
+    if found is None:
+        said = next((line for line in reversed(asked.stderr.splitlines()) if line.strip()), "")
+        cause = f"the cluster at {address!r} does not say which GPUs it has: {said.strip()}"
+        raise StageError("cluster", cause, JOINING)
+    return int(found[1])
+
+
 @asynccontextmanager
-async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
+async def ray_session(
+    config: RunConfig, waits: Waits | None = None
+) -> AsyncIterator[ProcessReaper | None]:
     """Starts or joins the cluster; at the end, shuts down the processes that the run started in it.
 
     A process reaper kills the processes of a local cluster. Its caller tracks Ray's head and agents
@@ -55,7 +92,8 @@ async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
     private_compile_cache()
     with ExitStack() as stack:
         stack.enter_context(environment({SAFE_PATH: "1"}))
-        folder, ours = await _started(config, stack)
+        with (waits or Waits(lambda line: None)).on("Ray", config.timeouts.engine_start_s):
+            folder, ours = await _started(config, stack)
         try:
             async with _logs_kept(config, folder, of_workers=True):
                 yield ours
@@ -86,6 +124,7 @@ async def _started(
     while True:
         begun, starts = monotonic(), starts + 1
         with ExitStack() as attempt:
+            attempt.enter_context(environment(starting_niceness()))
             folder = attempt.enter_context(ray_folder())
             ours = attempt.enter_context(process_reaper(folder.path))
             try:
@@ -196,13 +235,15 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
             said = folder.raylet_error() if folder is not None else ""
             cause = f"Ray's processes did not start in time: {said or error}"
             raise _TooSlow("cluster", cause, "is the machine overloaded? See ray_logs/") from error
+        if isinstance(error, ValueError):  # of a job whose runtime_env differs from ours
+            remedy = "leave what it names out of the runtime_env of the job"
+            raise StageError("cluster", f"Ray refuses {address!r}: {error}", remedy) from error
         if not isinstance(error, (ConnectionError, RuntimeError, TimeoutError)):
             raise
         raise StageError(
             "cluster",
             f"no Ray cluster at {address!r}: {type(error).__name__}: {error}",
-            "check cluster.address, or leave it out for a local cluster; a cluster with token "
-            "authentication is joined with RAY_AUTH_MODE=token and its token (RAY_AUTH_TOKEN)",
+            JOINING,
         ) from error
 
 

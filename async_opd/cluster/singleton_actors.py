@@ -23,13 +23,14 @@ from async_opd.cluster.actor_shell import (
 )
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
+from async_opd.core.errors import Displaced, ProcessDied, ProcessRestarts, StageError, StageTimeout
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
 from async_opd.processes.events import Event, State
 from async_opd.processes.members import Member, MemberSet, Policy, Rebuild
 from async_opd.queue.sizes import payloads
 from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import RebuildTeacher, TeacherWeights
@@ -52,6 +53,11 @@ class SingletonActor(ABC):
     def ranks(self) -> tuple[Remote, ...]:
         """All of its processes, in the order of ranks."""
         return (self.remote,)
+
+    @property
+    def start_s(self) -> float | None:
+        """See Remote.start_s; that of the slowest rank."""
+        return max((rank.start_s for rank in self.ranks if rank.start_s is not None), default=None)
 
     @abstractmethod
     async def build(self) -> None:
@@ -152,8 +158,9 @@ class ScorerActor(SingletonActor):
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
         tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
         bounds = (sizes, health, self.rebuild, config.supervision, f"scorer#{self.incarnation}")
-        args = (self.teachers, self.queue, *bounds, hosts, config.train.batch_size, tokens)
-        await self.remote.build("teachers.stage:ScorerStage", args, config.timeouts.engine_start_s)
+        bound = config.timeouts.engine_start_s
+        args = (self.teachers, self.queue, *bounds, hosts, config.train.batch_size, tokens, bound)
+        await self.remote.build("teachers.stage:ScorerStage", args, bound)
         for incarnation in range(self.released, self.incarnation):
             for teacher in self.teachers:
                 await self.queue.release(rollouts_topic(teacher), f"scorer#{incarnation}")
@@ -194,6 +201,7 @@ class SingletonActors:
         self._step: Callable[[], int] = int
         self._reissue: Callable[[], object] = int  # does nothing
         self._bound = self.config.supervision.timeout_s
+        self._waits = Waits(self.notify)
         restarted = [self.queue, self.scorer, self.rollouter]
         self.members = self._members("stages", restarted, self._rebuilt)
         self.trainers = self._members(TRAINER, [self.trainer], self._as_new)
@@ -212,11 +220,14 @@ class SingletonActors:
                 *(raise_unless_built(r, bound) for r in member.value.ranks)
             ),
             leave=lambda member: _ended(member, bound),
+            displaced=lambda member: _first_displaced(member.value.ranks),
             rebuild=rebuild,
             reached=lambda member: self._step(),
             needed=len(singles),
+            start_s=self.config.timeouts.engine_start_s,
         )
         members = MemberSet(name, {actor.remote.name: actor for actor in singles}, policy)
+        members.waits = self._waits
 
         def follow(event: Event) -> None:
             self.notify(str(event))
@@ -317,6 +328,12 @@ class SingletonActors:
         except StageError as error:
             self.notify(f"{actor.remote.name} did not end well: {error}")
             actor.remote.restart()
+
+
+async def _first_displaced(ranks: Sequence[Remote]) -> Displaced | None:
+    """The error of the first process that lost its machine, if one did."""
+    found = await gather_or_cancel(*(rank.displaced() for rank in ranks))
+    return next(filter(None, found), None)
 
 
 async def _ended(member: Member[SingletonActor], bound: float) -> None:

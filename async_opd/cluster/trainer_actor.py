@@ -93,7 +93,8 @@ def _transport(config: RunConfig, device: Device) -> Transport:
         config.sync.chunk_mib << 20,
         config.sync.timeout_s * COLLECTIVE_TIMEOUT_SHARE,
     )
-    made = transport(chosen(config.sync.backend, device, config.rollout.host is not None))
+    made = transport(chosen(config.sync_backend, device))
     sender = made.sender(own_address(config.cluster), timeout_s, chunk_bytes)
     sender.ports = config.cluster.port_range
+    sender.seconds_per_byte = config.sync.seconds_per_byte
     return sender

@@ -4,8 +4,11 @@
     ├── ConfigError        bad input, found before any engine starts      exit code 2
     ├── StageError         a replica, stage or actor failed or died       exit code 1
     │   ├── EngineStartError
+    │   ├── WorkersFailed  a call failed in workers of an engine
     │   ├── ProcessDied
     │   │   └── ProcessRestarts
+    │   ├── Displaced      the process lost its machine or its GPUs
+    │   ├── HeadLost       Ray's head
     │   ├── WeightSyncError
     │   │   ├── TransferAborted
     │   │   ├── WrongWeights
@@ -84,12 +87,36 @@ class WeightSyncError(StageError):
     """New weights did not reach a rollout replica."""
 
 
+class WorkersFailed(StageError):
+    """A method failed in workers of an engine. ``faults``: each worker's error, "" if none."""
+
+    def __init__(self, stage: str, method: str, faults: tuple[str, ...]) -> None:
+        which: dict[str, list[str]] = {}
+        for worker, fault in enumerate(faults):
+            which.setdefault(fault, []).append(str(worker))
+        found = (f"worker {', '.join(who)}: {fault}" for fault, who in which.items() if fault)
+        super().__init__(stage, f"{method} failed in its engine: {'; '.join(found)}")
+        self.args = (stage, method, faults)
+        self.faults = faults
+
+
 class ProcessDied(StageError):
     """The process of an actor died before it answered a call."""
 
 
 class ProcessRestarts(ProcessDied):
     """The process of an actor died and Ray starts another one: the call can be made again."""
+
+
+class Displaced(StageError):
+    """A process lost its machine, or its GPUs to a more important one: no failure of its own.
+
+    No bound of restarts counts it.
+    """
+
+
+class HeadLost(StageError):
+    """The head of the Ray cluster is lost: Ray ends the driver soon, and starts no process."""
 
 
 class TransferAborted(WeightSyncError):

@@ -87,13 +87,12 @@ class StepReport:
 class Captured:
     """A copy of the trainer's state is taken, after ``step`` steps; it has ``nbytes``.
 
-    ``trained`` and ``skipped`` are that last step's, as in its report: the answer with the report
-    may have been lost.
+    ``report`` is that last step's, whose answer may have been lost; None if this trainer has made
+    no step yet.
     """
 
     step: int
-    trained: tuple[Header, ...]
-    skipped: str = ""
+    report: StepReport | None = None
     nbytes: int = 0
 
 

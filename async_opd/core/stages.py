@@ -33,6 +33,8 @@ from async_opd.core.written_file import WrittenFile
 
 TRAINER = "trainer"
 """The trainer's name, in errors; of several ranks the first one's."""
+LOG = "log"
+"""The name, in errors, of a file of the run's record that cannot be written."""
 SCORED = "scored"
 PROMPTS = "prompts"
 """Admitted groups that wait for a free slot on any replica."""
@@ -115,8 +117,7 @@ class Queue(Protocol):
     async def media(self, hashes: Sequence[str]) -> dict[str, bytes]:
         """Encoded bytes by SHA-256, without images that nobody keeps (``MediaCache`` fetches so).
 
-        It waits a while for those that the driver has still to put again after a restart of the
-        queue.
+        It waits for those that the driver has still to put again after a restart of the queue.
         """
         ...
 

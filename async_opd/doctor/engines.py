@@ -18,9 +18,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from async_opd.accounting.images import kept
+from async_opd.checks.memory_fit import with_defaults
+from async_opd.checks.models import quantization
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import resolve_device
-from async_opd.config.device_defaults import resolved
 from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import K1Config
@@ -40,7 +41,7 @@ from async_opd.doctor.prompts import sampled
 from async_opd.files.safe_open import private_files
 from async_opd.models.engine_args import Device
 from async_opd.models.hub import localize
-from async_opd.models.model_files import is_hub_id, sees
+from async_opd.models.model_files import ModelFiles, is_hub_id, sees
 from async_opd.models.tokenizer import Text
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel, race
@@ -98,7 +99,7 @@ async def examine_engines(
         measured = await _of_pools(quick, device, eos_ids, prompts)
     except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the pools of the run", error)]
-    found = [*_synced(measured)]
+    found = [*_synced(measured, quantization(config, ModelFiles.read(config.student.model)))]
     bound = max(_bound_of(measured.first, kind) for kind in FRESHNESS)
     notify("starting a scoring engine with the student's weights")
     found += await _scored_by_itself(quick, device, eos_ids, prompts, measured, bound)
@@ -164,8 +165,11 @@ def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
     return metrics.get(FRESHNESS[kind][2], 0.0)
 
 
-def _synced(measured: Measured) -> Iterator[Finding]:
-    """What the two syncs proved: trainer and rollout engines on held rows; one update."""
+def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
+    """What the two syncs proved: trainer and rollout engines on held rows; one update.
+
+    ``quantized_by``: the key by which the engines are quantized, which hides outdated weights.
+    """
     for what, metrics in (("first weights", measured.first), ("one update", measured.update)):
         replicas = sum(key.endswith("/freshness_nats") for key in metrics if "student" in key)
         if "sync/freshness_nats" not in metrics:
@@ -181,6 +185,10 @@ def _synced(measured: Measured) -> Iterator[Finding]:
                 f"bound {bound:.2g} ({BOUND}); replicas with the trainer's weights: {replicas}"
             )
             fresh = found <= bound and not metrics.get("sync/wrong_weights")
+            if fresh and quantized_by:
+                message += f"; no proof: quantized engines ({quantized_by}) hide outdated weights"
+                yield Finding(TOPIC, "warning", message, "use engines that are not quantized")
+                continue
             yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
 
 
@@ -339,9 +347,14 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     for row in rows:
         with suppress(RolloutFault):  # the doctor's findings of lengths and templates tell of it
             prompts.append(to_prompt(row, text.encode, config.teacher_of, **bounds))
-    place = None if config.cluster.address is None else Path(config.run_dir or ".").parent
+    place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
         work = examine_engines(
-            resolved(config, device), device, text.response_ends(), prompts, Path(folder), notify
+            with_defaults(config, device),
+            device,
+            text.response_ends(),
+            prompts,
+            Path(folder),
+            notify,
         )
         return list(uvloop.run(work))

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import gpu_count, resolve_device
-from async_opd.checks.torch_builds import KEY
-from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem
@@ -112,14 +111,13 @@ def examine(
     def checked() -> Iterator[Finding]:
         nonlocal inputs
         inputs = preflight(config, where, gpus)
-        problems = [one for one in inputs.problems if one.key != KEY]  # environment() has it
-        yield from map(of_problem, naming_faults(config, where) + problems)
+        yield from map(of_problem, naming_faults(config, where) + inputs.problems)
         yield from (Finding(_topic_of_note(note), "warning", note) for note in inputs.notes)
 
     found.add("config", checked)
     local, _ = with_cached_data(with_cached(config, [])[0], where, [])
     device = resolve_device(local, gpus)
-    set_up = resolved(local, device)
+    set_up = with_defaults(local, device)
     found.add("devices", lambda: devices(set_up, device, gpus))
     found.add("memory", lambda: memory(set_up, device, gpus))
     found.add("network", lambda: network(set_up, device))

@@ -22,7 +22,7 @@ def network(config: RunConfig, device: Device) -> Iterator[Finding]:
     """Findings about this machine; those of other nodes are compared when the run starts."""
     yield _ports(config.cluster.port_range)
     probe = Probe(None, "", "", {}, config.cluster.interface)
-    own = report("this machine", probe, device == "cuda" and config.cluster.address is None)
+    own = report("this machine", probe, device == "cuda" and config.cluster.joins is None)
     problems = node_problems(NodeReport("", own.versions, own.settings), [own], {})
     for problem in problems:
         yield Finding(TOPIC, "error", problem.message, problem.remedy)
@@ -51,7 +51,7 @@ def _is_free(port: int) -> bool:
 
 def _shared(config: RunConfig) -> Iterator[Finding]:
     """In a cluster: the folders that every node needs under the same path."""
-    if config.cluster.address is None:
+    if config.cluster.joins is None:
         yield Finding(TOPIC, "ok", "one machine: no folder has to be shared")
         return
     paths = [config.run_dir, config.student.model, *map(config.teacher_model, config.teachers)]
@@ -59,7 +59,7 @@ def _shared(config: RunConfig) -> Iterator[Finding]:
     yield Finding(
         TOPIC,
         "warning",
-        f"{socket.gethostname()} joins {config.cluster.address}: every node needs "
+        f"{socket.gethostname()} joins {config.cluster.joins}: every node needs "
         f"{', '.join(folders) or 'its models in the cache of the hub'} under the same path",
         "the run compares all nodes before an engine starts, and so does doctor --engines",
     )

@@ -108,11 +108,11 @@ class RemoteFile:
             return sorted({PurePosixPath(name).name for name in found})
 
     def read(self, most: int) -> bytes:
-        """The content. FileNotFoundError; OSError, also for one of more than ``most`` bytes."""
+        """The content. FileNotFoundError; ``Changed`` if longer than ``most`` bytes; OSError."""
         with only_os_errors(self.url), self.open("rb") as file:
             content: bytes = file.read(most + 1)
         if len(content) > most:
-            raise OSError(f"{self.url} has more than {most} bytes")
+            raise Changed(f"{self.url} has more than {most} bytes")
         return content
 
     def write(self, content: bytes) -> None:

@@ -130,13 +130,14 @@ class Evaluation:
         for answer in graded:
             by_source[answer.rollout.prompt.data_source].append(answer)
         metrics: dict[str, float] = {}
+        votes = any(one.grade is not None and one.grade.answer is not None for one in graded)
         for source, own in by_source.items():
-            found = self._of_source(source, own)
+            found = self._of_source(source, own, votes)
             metrics |= {f"{prefix}/{source}/{key}": value for key, value in found.items()}
         metrics[f"{prefix}/seconds"] = clock() - started
         return EvaluationResult(metrics, tuple(graded))
 
-    def _of_source(self, source: str, answers: Sequence[Answer]) -> dict[str, float]:
+    def _of_source(self, source: str, answers: Sequence[Answer], votes: bool) -> dict[str, float]:
         by_prompt: dict[Uid, list[Grade]] = defaultdict(list)
         for one in answers:
             if one.grade is not None:
@@ -145,7 +146,7 @@ class Evaluation:
         if not by_prompt:
             cause = f"no answer of data source {source} can be graded: {lost[0].reason}"
             raise StageError("grader", cause, "see eval.grader")
-        metrics = measures(list(by_prompt.values()), self.sampling.n, self.correct_at)
+        metrics = measures(list(by_prompt.values()), self.sampling.n, self.correct_at, votes)
         rollouts = [one.rollout for one in answers if one.grade is not None]
         metrics["response_tokens"] = fmean(len(one.response_ids) for one in rollouts)
         metrics["truncated"] = fmean(one.finish_reason == "length" for one in rollouts)

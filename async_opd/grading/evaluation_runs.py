@@ -6,17 +6,18 @@
 No weight sync waits for an evaluation. One that is under way on the rollout replicas goes on with
 the weights of later versions, and its metrics name the oldest and the newest. It belongs to the
 step that made the oldest version of its answers. A version that is due while the evaluation before
-is under way has none.
+is under way has none, unless that one measures it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
-from async_opd.accounting.images import kept
+from async_opd.accounting.images import ImagesInFlight
+from async_opd.config.sections.evaluation import EvalConfig
 from async_opd.core.samples import DeadLetter
 from async_opd.core.stages import Stages
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
@@ -51,6 +52,7 @@ class EvaluationRuns:
         stages: Stages,
         bounded: Bounded,
         *,
+        images: ImagesInFlight,
         version: Callable[[], int],
         ungraded: Callable[[Sequence[DeadLetter]], None],
         noted: Callable[[int, Mapping[str, float]], Awaitable[None]] | None,
@@ -63,6 +65,7 @@ class EvaluationRuns:
         self._schedule = schedule
         self._stages = stages
         self._bounded = bounded
+        self._images_in_flight = images
         self._version = version
         self._ungraded = ungraded
         self._noted = noted
@@ -70,13 +73,31 @@ class EvaluationRuns:
         self.measured: int | None = None  # the step whose weights an evaluation began with
 
     def begin(self, step: int, tasks: asyncio.TaskGroup) -> None:
-        """Begins the evaluation of the weights after ``step``, unless another one is under way."""
-        if self._evaluation is None:
+        """Begins the evaluation of the weights after ``step``.
+
+        Not if another one is under way, or has measured these weights already.
+        """
+        if self._evaluation is None or self._schedule.has(step):
             return
         if self._running is not None and not self._running.done():
-            self._schedule.skip(step)
+            why = "the one before was still under way: it takes longer than eval.every weight "
+            self._schedule.skip(step, why + "versions")
             return
         self._running = tasks.create_task(self.measure("eval", step, endless=True))
+
+    async def measure_first(
+        self, wanted: EvalConfig, logged: Collection[str], least_s: float
+    ) -> None:
+        """Measures student and teachers before the first step, without what is ``logged``.
+
+        ``logged`` are names of metrics: all of them, unless a run that goes on after step 0 was
+        interrupted meanwhile. Teachers report progress at least every ``least_s``.
+        """
+        measured = {name.partition("/")[0] for name in logged}
+        if wanted.before and "eval_initial" not in measured:
+            await self.measure("eval_initial", 0)
+        if wanted.teachers and "eval_teacher" not in measured:
+            await self._measure_teachers(least_s)
 
     async def finished(self) -> None:
         """Waits for the evaluation that is under way. It has bounds of its own."""
@@ -98,7 +119,9 @@ class EvaluationRuns:
             # no replica answers with an older version; the newest one may be on some of them only
             oldest = measured.versions[0] if measured.versions else first
             if oldest > first:
-                step = self._schedule.step_of(oldest)
+                later = self._schedule.step_of(oldest)
+                self._schedule.skip(step, f"its engines had the weights after step {later} by then")
+                step = later
             await self._record(measured, of_step(step))
             if self._noted is not None:
                 await self._noted(step, measured.metrics)
@@ -106,19 +129,18 @@ class EvaluationRuns:
             self.measured = None
         self._publish(measured, step, max(first, oldest))
 
-    async def measure_teachers(self, least_s: float) -> None:
-        """Measures and logs the teachers, which report progress at least every ``least_s``."""
-        if self._evaluation is not None:
-            async with self._images(TEACHERS):
-                work = self._evaluation.run_teachers(self._stages.scorer.generate)
-                measured = await self._bounded("the evaluation of the teachers", work, least_s)
-            await self._record(measured, TEACHERS)
-            self._publish(measured, 0, self._version())
+    async def _measure_teachers(self, least_s: float) -> None:
+        assert self._evaluation is not None
+        async with self._images(TEACHERS):
+            work = self._evaluation.run_teachers(self._stages.scorer.generate)
+            measured = await self._bounded("the evaluation of the teachers", work, least_s)
+        await self._record(measured, TEACHERS)
+        self._publish(measured, 0, self._version())
 
     def _images(self, owner: str) -> AbstractAsyncContextManager[None]:
         """The queue holds the prompts' images meanwhile."""
         assert self._evaluation is not None
-        return kept(self._stages.queue, owner, self._evaluation.prompts)
+        return self._images_in_flight.kept(self._stages.queue, owner, self._evaluation.prompts)
 
     async def _record(self, measured: EvaluationResult, name: str) -> None:
         assert self._evaluation is not None

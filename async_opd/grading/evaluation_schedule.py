@@ -24,6 +24,7 @@ class Evaluations:
         self._steps, self._sync_steps = config.train.steps, config.async_.sync_steps
         self._log = log
         self._logged = logged
+        self._why: dict[int, str] = {}
 
     def step_of(self, version: int) -> int:
         """The step that completes the weights of a version."""
@@ -49,12 +50,25 @@ class Evaluations:
         """Whether the evaluation after the last step is missing."""
         return self._logged < self._steps
 
-    def skip(self, step: int) -> None:
-        """Says that the weights after ``step`` have no evaluation, and why."""
-        self._log.message(
-            f"step {step}: no evaluation, since the one before is still under way: it takes longer "
-            "than eval.every weight versions"
-        )
+    def has(self, step: int) -> bool:
+        """Whether an evaluation of the weights after ``step``, or of later ones, is logged."""
+        return step <= self._logged
+
+    def skip(self, step: int, why: str) -> None:
+        """Keeps why the weights after ``step`` have no evaluation, until the next one is logged."""
+        self._why[step] = why
+
+    def _name_missing(self, step: int) -> None:
+        """Says which due evaluations before the one of ``step`` there will never be, and why."""
+        due = (self.step_of(one) for one in range(1, self._versions) if self.is_due(one))
+        missing = [at for at in due if self._logged < at < step]
+        for at in (one for one in missing if one in self._why):
+            self._log.message(f"step {at}: no evaluation, since {self._why[at]}")
+        if others := [at for at in missing if at not in self._why]:
+            first, last = others[0], others[-1]
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            why = "the run was interrupted, or eval.every was another"
+            self._log.message(f"{steps}: no evaluation, since {why}; step {step} has the next one")
 
     def left_out(self, name: str, answers: int) -> None:
         """Says that a file of ``evals/`` lacks so many answers."""
@@ -70,6 +84,7 @@ class Evaluations:
         newest = int(metrics.get("eval/newest_version", version))
         versions = f"versions {version} to {newest}" if newest > version else f"version {version}"
         if any(key.startswith("eval/") for key in metrics):
+            self._name_missing(step)
             self._logged = max(self._logged, step)
         found = ", ".join(
             f"{key.removesuffix('/accuracy')} {value:.1%}"

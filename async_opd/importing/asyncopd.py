@@ -29,6 +29,13 @@ def together(draft: Draft) -> None:
     _sizes(draft)
     joined_files(draft)
     _pools(draft)
+    if quantization := draft.take("rollout.quantization"):
+        draft.ours["rollout.engine.extra.quantization"] = quantization
+        draft.ours["sync.verify_every"] = 0
+        draft.differs.append(
+            "rollout.quantization: sync.verify_every is 0 for it, so that nothing proves that the "
+            "rollout engines have the trainer's weights"
+        )
     answers = draft.whole("eval.n_samples", default=32)
     temperature = draft.number("eval.temperature", default=1.0)
     draft.put("eval.n", answers)

@@ -10,6 +10,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import DEAD, STALE
 from async_opd.live_view.curve import Curve
 from async_opd.observability.terminal import duration
+from async_opd.waiting.waits import WAITING
 
 MESSAGES = 5
 MESSAGE_CHARACTERS = 1000
@@ -121,8 +122,10 @@ class ViewState:
         self._waits = {**self._waits, **waits}
 
     def post_message(self, text: str) -> None:
-        """Appends a message and drops all but the last few."""
-        self.messages = (*self.messages, text[:MESSAGE_CHARACTERS])[-MESSAGES:]
+        """Appends a message and drops all but the last few, and all that were waited for before."""
+        waits = text.startswith(WAITING)
+        before = (one for one in self.messages if not (waits and one.startswith(WAITING)))
+        self.messages = (*before, text[:MESSAGE_CHARACTERS])[-MESSAGES:]
 
     @property
     def elapsed_s(self) -> float:

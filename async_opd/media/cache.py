@@ -22,7 +22,10 @@ Fetch = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
 FETCH_S = 300.0
 """Seconds after which a fetch has failed, where no other bound is given."""
 REMEDY = "resume the run: the driver reads images again from the data source"
-SLOW = "raise timeouts.request_s if the queue's node is only slow; otherwise see the queue's log"
+SLOW = (
+    "raise timeouts.request_s if the queue's node is only slow, or if a queue that was restarted "
+    "gets very many images again; otherwise see the queue's log"
+)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ MEDIA = ("audio_config", "thinker_config")
 
 REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audio_model_id")
 """Keys of a config.json that make vLLM or transformers load another model or configuration."""
+QUANTIZED = ("quantization_config", "compression_config")
+"""Keys of a config.json whose weights are quantized; the second is of compressed-tensors."""
 ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
 """With peft installed, transformers loads the model that an adapter's configuration names."""
 
@@ -120,6 +122,13 @@ class ModelFiles:
         ):
             return "attends in chunks, which packed sequences would share: it cannot be trained"
         return ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether config.json says so, where vLLM looks: for the model, or for its text part."""
+        text = self.config.get("text_config")
+        parts = (self.config, text if isinstance(text, dict) else {})
+        return any(part.get(key) is not None for part in parts for key in QUANTIZED)
 
     @property
     def redirects(self) -> list[str]:

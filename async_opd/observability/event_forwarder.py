@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.stages import Log, Queue, Rollouter, TeacherScorer
+from async_opd.waiting.waits import WAITING
 
 LAST_EVENTS_S = 5.0
 """Seconds that a failing run waits for the last events of a stage that may have died."""
@@ -41,5 +42,5 @@ class EventForwarder:
         events = await stage.events(self._seen[id(stage)], wait)
         self._seen[id(stage)] = events.seen
         for line in events.lines:
-            self.log.message(line, "warning")
+            self.log.message(line, "info" if line.startswith(WAITING) else "warning")
         return bool(events.lines)

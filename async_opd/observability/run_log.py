@@ -31,6 +31,7 @@ from async_opd.core.level import Level
 from async_opd.core.printable import indented, on_one_line
 from async_opd.core.reports import Interval
 from async_opd.core.samples import DeadLetter
+from async_opd.core.stages import LOG
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
 from async_opd.observability.log_line import is_shown, json_line, text_line
@@ -307,9 +308,7 @@ def _written(file: str) -> Iterator[None]:
         yield
     except OSError as error:
         cause = f"{file} cannot be written: {error.strerror or error}"
-        raise StageError(
-            "log", cause, "make room on its disk, or choose another run_dir"
-        ) from error
+        raise StageError(LOG, cause, "make room on its disk, or choose another run_dir") from error
 
 
 def _configured(

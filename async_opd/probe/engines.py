@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import resolve_device
-from async_opd.config.device_defaults import resolved
 from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
@@ -174,8 +174,8 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
     if problems:
         raise ConfigError(problems)
     device, text = resolve_device(config), Text.of(config)
-    config = resolved(config, device)
-    place = None if config.cluster.address is None else Path(config.run_dir or ".").parent
+    config = with_defaults(config, device)
+    place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix=".probe-", dir=place)))
         sources = asked_sources(config, inputs, text, count, folder)

@@ -22,7 +22,8 @@ class Event:
     """One arrow of the picture, of one member.
 
     ``incarnation`` is the member's after the event. ``cause`` is the failure that led to it, if any
-    did; ``delay_s`` are the seconds before the rebuild that an event to REBUILDING announces.
+    did; ``delay_s`` are the seconds before the rebuild that an event to REBUILDING announces, and
+    ``took_s`` those that the last start of the member took.
     """
 
     member: str
@@ -31,15 +32,19 @@ class Event:
     after: State
     cause: str = ""
     delay_s: float = 0.0
+    took_s: float | None = None
 
     def __str__(self) -> str:
         """The message of ``run.log``."""
         soon = f" in {self.delay_s:g} s" if self.delay_s else ""
+        if self.took_s is not None:
+            soon += f" (its last start took {self.took_s:.0f} s)"
+        after = f", after: {self.cause}" if self.cause else ""
         words = {
             (State.SERVING, State.EJECTED): f"is ejected: {self.cause}",
             (State.EJECTED, State.SERVING): "serves again",
-            (State.EJECTED, State.REBUILDING): f"is being rebuilt{soon}",
-            (State.REBUILDING, State.REBUILDING): f"is being rebuilt{soon}, after: {self.cause}",
+            (State.EJECTED, State.REBUILDING): f"is being rebuilt{soon}{after}",
+            (State.REBUILDING, State.REBUILDING): f"is being rebuilt{soon}{after}",
             (State.REBUILDING, State.SERVING): "is rebuilt",
         }
         last = f"is gone for good: {self.cause}" if self.after is State.GONE else "is replaced"

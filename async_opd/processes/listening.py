@@ -48,3 +48,36 @@ def interface_address(name: str) -> str:
         + ", ".join(sorted(interfaces)),
         "set cluster.interface to a name that every node has, or leave it out",
     )
+
+
+def interface_of(address: str) -> str:
+    """The name of this machine's interface that has the address. StageError if none has.
+
+    Every loopback address belongs to the loopback interface: 127.0.1.1, too.
+    """
+    import psutil
+
+    interfaces = psutil.net_if_addrs()
+    for name, found in sorted(interfaces.items()):
+        if any(_is_same(one.address.partition("%")[0], address) for one in found):
+            return str(name)
+    has = [
+        f"{name} ({one.address})"
+        for name, found in sorted(interfaces.items())
+        for one in found
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    raise StageError(
+        "network",
+        f"no interface of {socket.gethostname()} has {address}, its node's address in Ray; it has "
+        + ", ".join(has),
+        "start Ray there with --node-ip-address and one of them, or set cluster.interface",
+    )
+
+
+def _is_same(address: str, other: str) -> bool:
+    return address == other or (_is_loopback(address) and _is_loopback(other))
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")

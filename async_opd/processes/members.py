@@ -35,10 +35,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from async_opd.config.sections.reliability import SupervisionConfig
-from async_opd.core.errors import StageError
+from async_opd.core.errors import Displaced, StageError
 from async_opd.processes.events import Event, State, one_line
 from async_opd.processes.restarts import Restarts
 from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.waits import Waits
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -90,7 +91,14 @@ class Policy(Generic[T]):
     ``rebuild`` ends the member's process for good and returns what takes its place; an error is a
     failed try. ``reached`` grows with what a member has done; see ``Restarts``.
 
+    ``displaced`` returns the Displaced error of an ejected member that lost its machine or its
+    GPUs, once that is certain. Neither its rebuild counts in ``max_restarts`` then, nor a try of a
+    rebuild that raises one.
+
     ``needed`` members at least must be left: fewer end ``MemberSet.run`` with the last failure.
+
+    ``start_s`` is how long a rebuild may take at most, which is said while it is waited for;
+    ``took_s`` how long the last start of a member took, if that is known.
     """
 
     supervision: SupervisionConfig
@@ -100,20 +108,29 @@ class Policy(Generic[T]):
     probe: Probe[T] | None = None
     probes: float = math.inf
     patience_s: float = math.inf
+    displaced: Probe[T] | None = None
     rebuild: Rebuild[T] | None = None
     reached: Callable[[Member[T]], float] = lambda member: 0.0
     needed: int = 0
+    start_s: float = math.inf
+    took_s: Callable[[Member[T]], float | None] = lambda member: getattr(
+        member.value, "start_s", None
+    )
 
 
 @dataclass
 class MemberSet(Generic[T]):
-    """The members of one kind, in the order of ``values``. ``run`` sees to all of them."""
+    """The members of one kind, in the order of ``values``. ``run`` sees to all of them.
+
+    ``waits`` says which of them are waited for.
+    """
 
     name: str
     values: Mapping[str, T]
     policy: Policy[T]
     timer: Timer | None = None
     clock: Callable[[], float] = time.monotonic
+    waits: Waits = field(default_factory=lambda: Waits(lambda line: None))
     all: tuple[Member[T], ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -227,11 +244,18 @@ class MemberSet(Generic[T]):
 
         Raises its last failure if fewer are left then than are needed.
         """
+        with self.waits.on(f"{member.name} to serve again", self.policy.start_s, " a try"):
+            await self._mended(member)
+
+    async def _mended(self, member: Member[T]) -> None:
         policy = self.policy
         if member.state is State.EJECTED:
             if policy.leave is not None:
                 await policy.leave(member)
-            if policy.probe is not None and await self._readmitted(member, policy.probe):
+            displaced = policy.displaced and await policy.displaced(member)
+            if displaced:
+                member.failure = displaced
+            elif policy.probe is not None and await self._readmitted(member, policy.probe):
                 return
         if policy.rebuild is None or not await self._rebuilt(member, policy.rebuild):
             failure = member.failure or StageError(member.name, "cannot be rebuilt")
@@ -288,8 +312,14 @@ class MemberSet(Generic[T]):
     async def _rebuilt(self, member: Member[T], rebuild: Rebuild[T]) -> bool:
         """Another incarnation, tried later each time; False if none of the tries succeeded."""
         failed: Exception | None = None
+        if isinstance(member.failure, Displaced):
+            failed = member.failure
         restarts, reached = self._restarts[member], self.policy.reached
-        while (delay_s := restarts.next_delay(reached(member))) is not None:
+        while True:
+            counted = not isinstance(failed, Displaced)
+            delay_s = restarts.next_delay(reached(member)) if counted else 0.0
+            if delay_s is None:
+                break
             self._move(member, State.REBUILDING, failed, delay_s)
             await self._pause(member, delay_s)
             try:
@@ -316,7 +346,8 @@ class MemberSet(Generic[T]):
         before, member.state = member.state, after
         member.failure = None if after is State.SERVING else failure or member.failure
         cause = one_line(failure) if failure is not None else ""
-        event = Event(member.name, member.incarnation, before, after, cause, delay_s)
+        took_s = self.policy.took_s(member) if after is State.REBUILDING else None
+        event = Event(member.name, member.incarnation, before, after, cause, delay_s, took_s)
         for hear in self._listeners:
             hear(event)
         changed, self._changed = self._changed, asyncio.Event()

@@ -12,29 +12,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from async_opd.core.errors import StageError
 from async_opd.core.lease import MediaStats
 from async_opd.media.cache import sound
-from async_opd.waiting.deadline import Deadline, Timer
-
-ABSENT_S = 30.0
-"""Seconds that a fetch waits for an image that is still to come: a queue that was restarted gets
-all again from the driver, while consumers go on with what they had leased before."""
 
 
 @dataclass
 class HeldMedia:
     """Encoded images in the queue's process."""
 
-    timer: Timer | None = None
     _bytes: dict[str, bytes] = field(default_factory=dict)
     _kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _owners: dict[str, set[str]] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the next bytes come, and when it is known that others will not."""
+    """Set when the next bytes come, and when others may not come any more."""
     _complete: bool = False
     _added_bytes: int = 0
     _fetched_bytes: int = 0
@@ -70,17 +63,22 @@ class HeldMedia:
                 raise StageError("queue", cause, "the data source changed while it was read")
             self._bytes[sha256] = content
             self._added_bytes += len(content)
+        self._change()
+
+    def _change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def get(self, hashes: Collection[str]) -> dict[str, bytes]:
         """The bytes of these images, without those that nobody keeps.
 
-        Waits up to ``ABSENT_S`` for kept ones whose bytes are to come, and for all until
-        ``complete``.
+        Waits for kept ones whose bytes are to come, and for all until ``complete``: a queue that
+        was restarted gets all again from the driver, while consumers go on with what they had
+        leased before. Its caller bounds the wait (``MediaCache``), which lasts as long as it takes
+        to send them all.
         """
-        if any(map(self._comes, hashes)):
-            await self._arrival(hashes)
+        while any(map(self._comes, hashes)):
+            await self._changed.wait()
         found = {one: self._bytes[one] for one in hashes if one in self._bytes}
         self._fetched_bytes += sum(map(len, found.values()))
         return found
@@ -88,14 +86,6 @@ class HeldMedia:
     def _comes(self, sha256: str) -> bool:
         """Whether the image is not held, but may be soon."""
         return sha256 not in self._bytes and (sha256 in self._owners or not self._complete)
-
-    async def _arrival(self, hashes: Collection[str]) -> None:
-        async def all_of_them() -> None:
-            while any(map(self._comes, hashes)):
-                await self._changed.wait()
-
-        with suppress(TimeoutError):
-            await Deadline("queue", self.timer).within(ABSENT_S, "images", all_of_them())
 
     def drop(self, owners: Collection[str]) -> None:
         """These owners keep nothing any more; unknown ones are ignored."""
@@ -106,6 +96,7 @@ class HeldMedia:
                 if not left:
                     del self._owners[sha256]
                     self._bytes.pop(sha256, None)
+        self._change()
 
     @property
     def stats(self) -> MediaStats:

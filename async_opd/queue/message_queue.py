@@ -38,7 +38,7 @@ class MessageQueue:
         """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``."""
         self._lease_s = lease_s
         self._event_log = EventLog()
-        self._media = HeldMedia(timer)
+        self._media = HeldMedia()
         self._topics = {
             name: Topic(
                 max_samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,7 @@ class Victim:
 
     def __init__(self, fail: bool = False) -> None:
         if fail:
+            print("an error in its log", file=sys.stderr)
             raise RuntimeError("no such model")
 
     async def answer(self) -> int:
@@ -88,9 +90,11 @@ class TestRemote:
         with pytest.raises(StageError, match="victim: its process died during die"):
             await (await built()).call("die")
 
-    async def test_an_object_that_cannot_be_built_is_a_start_error(self) -> None:
+    async def test_an_object_that_cannot_be_built_is_a_start_error_with_words_of_its_log(
+        self,
+    ) -> None:
         remote = Remote.create("victim", timeout_s=30)
-        with pytest.raises(EngineStartError, match="no such model"):
+        with pytest.raises(EngineStartError, match=r"(?s)no such model.*an error in its log"):
             await remote.build(VICTIM, (True,), 60)
 
 

@@ -77,18 +77,18 @@ class Handle:
         self.node = node
         self.gpu = gpu
         self.built = 0
-        self.pid = SimpleNamespace(remote=self._pid)
         self.place = SimpleNamespace(remote=self._place)
         self.build = SimpleNamespace(remote=self._build)
-
-    async def _pid(self) -> int:
-        return 1
+        self.error_lines = SimpleNamespace(remote=self._error_lines)
 
     async def _place(self) -> ActorPlacement:
         return ActorPlacement(self.node, (self.gpu,))
 
     async def _build(self, factory: str, args: tuple[Any, ...]) -> None:
         self.built += 1
+
+    async def _error_lines(self, process: str) -> str:
+        return ""
 
 
 class Guest(Handle):

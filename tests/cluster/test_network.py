@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
 
 from async_opd.cluster import network
-from async_opd.cluster.network import own_address, shared_environment
+from async_opd.cluster.actor_shell import ActorShell
+from async_opd.cluster.network import name_interface, own_address, shared_environment
 from async_opd.config.sections.cluster import ClusterConfig
+from async_opd.core.errors import StageError
 
 JOINED = ClusterConfig(address="auto")
 
@@ -49,6 +52,56 @@ def test_collectives_use_exactly_the_interface_of_the_config() -> None:
         "NCCL_SOCKET_IFNAME": "=ib0",
         "NCCL_CUMEM_ENABLE": "0",
     }
+
+
+@pytest.fixture
+def eth0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interface that has the node's address."""
+    monkeypatch.setattr(network, "interface_of", {"10.0.0.7": "eth0"}.__getitem__)
+
+
+@pytest.mark.usefixtures("eth0")
+@pytest.mark.parametrize("given", [{}, {"GLOO_SOCKET_IFNAME": ""}])
+def test_collectives_use_the_interface_that_has_the_nodes_address_in_ray(
+    given: dict[str, str],
+) -> None:
+    name_interface(given)
+    assert given == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+
+
+@pytest.mark.usefixtures("eth0")
+def test_an_interface_that_the_users_environment_names_stays() -> None:
+    given = {"NCCL_SOCKET_IFNAME": "ib"}
+    name_interface(given)
+    assert given == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib"}
+
+
+@pytest.mark.parametrize("cluster", [ClusterConfig(), ClusterConfig(address="a", interface="ib0")])
+def test_no_interface_is_looked_for_where_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig
+) -> None:
+    monkeypatch.setattr(network, "interface_of", pytest.fail)
+    given = shared_environment(cluster, {})
+    named = dict(given)
+    name_interface(given)
+    assert given == named
+
+
+def test_a_node_without_an_interface_of_its_address_can_run_what_names_both() -> None:
+    with pytest.raises(StageError, match="no interface"):
+        name_interface({"GLOO_SOCKET_IFNAME": "eth0"})
+    name_interface({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"})
+
+
+@pytest.mark.usefixtures("eth0")
+async def test_an_actors_process_names_its_interface_before_it_imports_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in network.LOOPBACK:
+        monkeypatch.setenv(name, "")
+    with pytest.raises(ModuleNotFoundError):
+        await ActorShell.build(cast(Any, None), "no_such_module:made", ())
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_processes_of_a_joined_cluster_get_the_drivers_settings_of_networks_and_models() -> None:

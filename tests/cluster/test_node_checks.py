@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,14 @@ import ray
 
 from async_opd.checks import nodes
 from async_opd.checks.nodes import NodeReport
-from async_opd.cluster import node_checks
-from async_opd.cluster.node_checks import check_nodes
+from async_opd.cluster import actor_names, node_checks
+from async_opd.cluster.actor_factory import ActorFactory, Factories
+from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster.node_checks import ComparedNodes, check_nodes
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError, StageTimeout
+from async_opd.core.errors import ConfigError, EngineStartError, StageTimeout
+
+ID = "0" * 55 + "{}"
 
 
 def config(run_dir: Path, address: str | None = "auto") -> RunConfig:
@@ -37,10 +44,10 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def nodes(count: int) -> None:
         found = [
             {
-                "NodeID": "0" * 55 + str(index),
+                "NodeID": ID.format(index),
                 "Alive": index < count,
                 "NodeManagerHostname": f"n{index}",
-                "NodeManagerAddress": "10.0.0.1",
+                "NodeManagerAddress": "127.0.0.1",
                 "Resources": {},
             }
             for index in range(count + 1)
@@ -54,17 +61,83 @@ async def late(ask: Any, timeout_s: float) -> NodeReport:
     raise StageTimeout("node", "a report took longer than 600 s")
 
 
-@pytest.mark.parametrize(("count", "address"), [(1, "auto"), (2, None)])
-async def test_neither_a_single_node_nor_a_local_run_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    alive: Callable[[int], None],
-    count: int,
-    address: str | None,
+async def test_a_local_run_asks_no_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
 ) -> None:
-    alive(count)
+    alive(2)
     monkeypatch.setattr(node_checks, "_answer", late)
-    await check_nodes(config(tmp_path, address), "cpu")
+    assert await check_nodes(config(tmp_path, None), "cpu") is None
+
+
+async def test_a_single_node_is_asked_because_the_driver_may_be_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
+) -> None:
+    """As in a container of its own, which does not have the node's folders."""
+    alive(1)
+    monkeypatch.setattr(node_checks, "_answer", late)
+    with pytest.raises(ConfigError, match="n0"):
+        await check_nodes(config(tmp_path), "cpu")
+
+
+class Handle:
+    """Ray's handle of a process on node ``n1``."""
+
+    def __init__(self) -> None:
+        self.built = 0
+        for method in (self.place, self.build, self.error_lines):
+            setattr(self, method.__name__, SimpleNamespace(remote=method))
+
+    async def place(self) -> ActorPlacement:
+        return ActorPlacement(ID.format(1), ())
+
+    async def build(self, factory: str, args: tuple[Any, ...]) -> None:
+        self.built += 1
+
+    async def error_lines(self, process: str) -> str:
+        return ""
+
+
+async def test_a_node_that_joins_later_is_compared_before_a_process_is_built_on_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
+) -> None:
+    asked: list[str] = []
+    other: dict[str, str] = {}
+
+    async def answer(ask: Any, timeout_s: float) -> NodeReport:
+        name, probe, gpus = ask.args
+        asked.append(name)
+        found = nodes.report(name, probe, gpus)
+        return replace(found, versions={**found.versions, **other})
+
+    alive(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(node_checks, "_answer", answer)
+    compared = await check_nodes(config(Path("run")), "cpu")
+    assert compared is not None
+    alive(2)
+    handle = Handle()
+    remote = Remote("student/0", handle, 5)
+    remote.compare_node = pickle.loads(pickle.dumps(compared)).compare
+    monkeypatch.chdir("/")  # as the scoring stage, which rebuilds teachers
+    other["ray"] = "0.1"
+    with pytest.raises(EngineStartError, match=r"its node differs: .*0.1 on n1") as refused:
+        await remote.build("module:made", (), 5)
+    assert (handle.built, "install the same" in refused.value.remedy) == (0, True)
+    other.clear()
+    for built in (1, 2):
+        await remote.build("module:made", (), 5)
+        assert handle.built == built
+    assert asked == [f"{name} (127.0.0.1)" for name in ("n0", "n1", "n1")]
+    assert os.listdir(tmp_path / "run") == []
+
+
+async def test_every_process_of_a_run_compares_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Remote, "create", lambda name, **named: Remote(name, None, 5))
+    joined = config(Path("r"))
+    compared = ComparedNodes(joined, "cpu", NodeReport("the driver"))
+    factory = ActorFactory(joined, "cpu", (), Factories(), print, nodes=compared)
+    remote = await factory.create(actor_names.QUEUE)
+    assert remote.compare_node == compared.compare
 
 
 async def test_every_living_node_that_does_not_answer_is_named(
@@ -75,7 +148,7 @@ async def test_every_living_node_that_does_not_answer_is_named(
     with pytest.raises(ConfigError) as refused:
         await check_nodes(config(tmp_path), "cpu")
     assert [problem.message for problem in refused.value.problems] == [
-        f"{name} (10.0.0.1): no report: a report took longer than 600 s" for name in ("n0", "n1")
+        f"{name} (127.0.0.1): no report: a report took longer than 600 s" for name in ("n0", "n1")
     ]
 
 

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import ray
 
-from async_opd.cluster import session
+from async_opd.checks.gpu_plan import Bundle, Unit
+from async_opd.cluster import gpu_bundles, session
+from async_opd.cluster.launch import launch_evaluators
 from async_opd.cluster.session import SLOW_AGENT, STARTS, TOO_SLOW, ray_session
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import StageError
+from async_opd.config.sections.cluster import ClusterConfig
+from async_opd.core.errors import AsyncOPDError, ConfigError, StageError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -122,3 +125,71 @@ async def test_a_start_with_a_slow_agent_says_what_the_raylet_has_waited_for(
     async with ray_session(config(tmp_path)):
         pass
     assert f"has_value() {SLOW_AGENT} {AGENT}" in capsys.readouterr().err
+
+
+async def addressed(monkeypatch: pytest.MonkeyPatch, config: RunConfig, error: Exception) -> Any:
+    """The address at which Ray is started, and the error of the launch."""
+    given: list[Any] = []
+
+    def init(**named: Any) -> None:
+        given.append(named["address"])
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with pytest.raises(AsyncOPDError) as failed:
+        async with launch_evaluators(config, device="cpu", eos_ids=()):
+            pass
+    return given, failed.value
+
+
+async def test_a_run_joins_the_cluster_of_ray_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a job, whose head node would otherwise start a second Ray."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    given, error = await addressed(monkeypatch, config(tmp_path), ConnectionError("none"))
+    assert given == ["10.0.0.1:6379"]
+    assert "no Ray cluster at '10.0.0.1:6379'" in str(error)
+
+
+async def test_the_address_of_the_config_comes_before_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    given = load_config(EXAMPLE, [f"run_dir={tmp_path}", "cluster.address=10.0.0.2:6379"])
+    found, _ = await addressed(monkeypatch, given, ConnectionError("none"))
+    assert found == ["10.0.0.2:6379"]
+    assert ClusterConfig(address="local").joins is None
+
+
+async def test_a_client_in_ray_address_is_refused_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    given, error = await addressed(monkeypatch, config(tmp_path), ConnectionError("none"))
+    assert given == []
+    assert isinstance(error, ConfigError)
+    assert "ray job submit" in str(error)
+
+
+async def test_a_runtime_env_that_conflicts_with_that_of_the_job_is_an_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    conflict = ValueError("Failed to merge the Job's runtime env")
+    _, error = await addressed(monkeypatch, config(tmp_path), conflict)
+    assert isinstance(error, StageError)
+    assert "Failed to merge" in error.cause
+    assert "runtime_env" in error.remedy
+
+
+def test_the_table_of_a_cluster_without_gpus_has_its_nodes_and_names_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "n", "Resources": {"CPU": 2.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: [node | {"NodeManagerAddress": "10.0.0.1"}])
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
+    (problem,) = gpu_bundles._too_small([Unit((Bundle("rollout", 0, 1),))]).problems
+    assert problem.message.splitlines()[-1].split() == ["n", "(10.0.0.1)", "0", "0"]
+    assert "cluster.device: cpu" in problem.remedy

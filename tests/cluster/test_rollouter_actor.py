@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
+from async_opd.waiting.deadline import Timer
 from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.cluster.simulated import config
+from tests.timers import ManualTimer
 
 META = WeightMeta((), (), (), ())
 NEWEST = (7, META)
@@ -50,6 +53,8 @@ class Student:
     async def alive(self) -> None:
         if self.over.is_set():
             raise ProcessDied(self.name, "its process died")
+
+    async def displaced(self) -> None: ...
 
     def kill(self) -> None:
         self.killed = True
@@ -87,6 +92,20 @@ class Student:
         return Progress(0)
 
 
+class SlowReceiver(Student):
+    """It receives weights when ``goes_on`` is set, and answers nothing."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.goes_on = asyncio.Event()
+
+    async def receive(self, meta: WeightMeta) -> None:
+        await self.goes_on.wait()
+
+    async def generate(self, prompts: Any, sampling: Any) -> Any:
+        await asyncio.Event().wait()
+
+
 class Trainer:
     async def open(self, group: int, world_size: int, connected: Any) -> Rendezvous:
         return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
@@ -111,9 +130,9 @@ class Trainer:
 class TurnTakingTrainer(Trainer):
     """A trainer on the students' GPUs, which it uses in its turns only."""
 
-    def __init__(self, students: list[Student]) -> None:
+    def __init__(self, students: list[Student], timer: Timer | None = None) -> None:
         self.students = students
-        self.turns = GpuTurns(0.0)
+        self.turns = GpuTurns(0.0, timer)
         self.asleep = asyncio.Event()
         self.moves: list[str] = []
 
@@ -509,14 +528,25 @@ class TestTrainerOnTheStudentsGpus:
     """``rollout.placement: colocated``: the trainer is the students' guest."""
 
     async def runs(
-        self, world: World, teachers: dict[str, Any] | None = None
+        self,
+        world: World,
+        teachers: dict[str, Any] | None = None,
+        evaluators: Sequence[Student] = (),
+        timer: Timer | None = None,
     ) -> tuple[RollouterService, TurnTakingTrainer]:
-        trainer = TurnTakingTrainer(world.students)
+        trainer = TurnTakingTrainer(world.students, timer)
         parts: list[Any] = [world.queue, trainer, world.teachers]
-        replicas: Any = [StartedReplica(student, 1) for student in world.students]  # type: ignore[arg-type]
+        students = [*world.students, *evaluators]
+        replicas: Any = [StartedReplica(student, 1) for student in students]  # type: ignore[arg-type]
         rollout = {"placement": "colocated", "with": "train", "replicas": 2}
         teachers = teachers or {"t": {"model": "t"}}
-        made = config(Path("run"), rollout=rollout, train={"ranks": 2}, teachers=teachers)
+        made = config(
+            Path("run"),
+            rollout=rollout,
+            train={"ranks": 2},
+            teachers=teachers,
+            eval={"every": 1, "replicas": len(evaluators)},
+        )
         world.service = await build_rollouter(made, replicas, *parts, Predecessor())
         world.tasks.append(asyncio.create_task(world.service.run()))
         await settled()
@@ -571,6 +601,30 @@ class TestTrainerOnTheStudentsGpus:
         await asyncio.wait_for(snapshot, 5)
         await asyncio.wait_for(service.push(), 5)
         assert student.version == 4
+
+    async def test_a_snapshot_a_rebuild_and_a_slow_evaluation_do_not_wait_for_each_other_for_ever(
+        self, world: World
+    ) -> None:
+        """The hold of a turn ends while an evaluation replica still gets the weights before."""
+        slow, timer = SlowReceiver("eval/0"), ManualTimer()
+        service, trainer = await self.runs(world, evaluators=[slow], timer=timer)
+        trainer.asleep.set()
+        await asyncio.wait_for(service.snapshot(3), 5)
+        await asyncio.wait_for(service.push(), 5)
+        world.tasks.append(asyncio.create_task(service.generate(PROMPTS, GREEDY)))
+        await settled()
+        snapshot = asyncio.create_task(service.snapshot(4))
+        await settled()
+        world.students[0].over.set()
+        await settled()
+        timer.advance(60)
+        assert await world.ordered() == [0]
+        slow.goes_on.set()
+        await settled()
+        trainer.students[0] = await world.delivers(0)
+        await asyncio.wait_for(snapshot, 5)
+        await asyncio.wait_for(service.push(), 5)
+        assert [student.version for student in world.serving] == [4, 4]
 
     async def test_a_trainer_that_dies_while_it_is_waited_for_ends_the_stage_with_its_name(
         self, world: World

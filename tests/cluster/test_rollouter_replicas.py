@@ -14,6 +14,7 @@ from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.core.errors import EngineStartError, ProcessDied, ProcessRestarts, StageTimeout
 from async_opd.core.reports import SyncReport
+from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.layout import WeightMeta
 from tests.cluster.simulated import config
 
@@ -190,6 +191,7 @@ class Starting(Actor):
         super().__init__()
         self.answer = answer
         self.stages: list[Any] = []
+        self.waits = Waits(self.asked.append)
         timeouts = self.config.timeouts.model_copy(update={"engine_start_s": 0.05})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 

@@ -273,11 +273,15 @@ def test_an_interrupted_run_keeps_the_model(interrupted: Run) -> None:
     assert (interrupted.directory / "model" / "model.safetensors").is_file()
 
 
-def test_an_interrupted_run_leaves_a_checkpoint(interrupted: Run) -> None:
+def test_an_interrupted_run_leaves_a_checkpoint_and_a_row_of_each_of_its_steps(
+    interrupted: Run,
+) -> None:
     store = Checkpoints(interrupted.directory / "checkpoints", 2)
     newest = store.newest(pytest.fail)
     assert newest is not None
     assert newest.cut.ledger.trained == 128 * newest.cut.step
+    rows = [row["step"] for row in interrupted.metrics if "loss/total" in row]
+    assert rows == list(range(1, newest.cut.step + 1))
 
 
 def test_an_interrupted_run_leaves_no_process_behind(interrupted: Run) -> None:

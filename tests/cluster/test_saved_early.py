@@ -33,7 +33,7 @@ class Ending:
         )
         own: Any = self
         singletons: Any = SimpleNamespace(config=config, rollouter=self)
-        self.stages = LaunchedStages(own, own, own, own, own, singletons)
+        self.stages = LaunchedStages(own, own, own, own, own, singletons, own)
         self.gathers = colocated and ranks > 1
 
     async def save(self, directory: str) -> None:

@@ -73,6 +73,8 @@ class Box:
             raise StageTimeout(self.name, f"{method} took longer than {timeout_s:g} s")
         self.events.append(f"{method} {self.name}")
 
+    async def displaced(self) -> None: ...
+
     async def is_built(self, timeout_s: float) -> bool:
         if self.hangs:
             raise StageTimeout(self.name, "a question took too long")

@@ -10,6 +10,7 @@ import pytest
 from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
+    Displaced,
     EngineStartError,
     ProcessDied,
     ProcessRestarts,
@@ -33,6 +34,7 @@ class Process:
         self.death = asyncio.Event()
         self.builds = 0
         self.broken = 0  # builds that fail
+        self.displacement: Displaced | None = None
 
     async def is_built(self, timeout_s: float) -> bool:
         if self.hangs:
@@ -42,6 +44,9 @@ class Process:
     async def end(self) -> ProcessDied:
         await self.death.wait()
         return ProcessRestarts(self.name, "its process died")
+
+    async def displaced(self) -> Displaced | None:
+        return self.displacement
 
     def restart(self) -> None:
         self.hangs = False
@@ -234,4 +239,17 @@ async def test_a_process_that_cannot_be_reached_for_a_while_does_not_go_on_besid
     world.process.is_built = unavailable
     await world.until_reissued()
     assert (world.process.number, world.process.builds) == (2, 1)
+    world.running.cancel()
+
+
+async def test_no_restart_is_counted_of_a_process_whose_machine_is_lost() -> None:
+    world = World(tries=1)
+    world.process.displacement = Displaced("queue", "machine-c (10.0.0.3) is lost")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for _ in range(3):
+        world.process.die()
+        await world.until_reissued()
+    assert world.told[1] == "queue is being rebuilt, after: queue: machine-c (10.0.0.3) is lost"
+    assert (world.process.builds, world.process.gone) == (3, False)
     world.running.cancel()

@@ -6,22 +6,26 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks import nodes
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
-from async_opd.cluster.gpu_bundles import GpuBundles, gpu_nodes, reserve
+from async_opd.cluster.gpu_bundles import GpuBundles, gpu_nodes, reserve, trainers_bundle
 from async_opd.cluster.node_checks import check_nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError
+from async_opd.models.engine_args import Device
 
 pytestmark = pytest.mark.engine
 
@@ -99,8 +103,8 @@ async def all_free() -> None:
 
 
 async def give_back(bundles: GpuBundles) -> None:
-    for group in {group for group, _ in bundles.groups.values()}:
-        remove_placement_group(group)
+    for unit in bundles.units:
+        bundles.remove(unit)
     await all_free()
 
 
@@ -195,6 +199,29 @@ async def _built_again(trainer: Any, tries: int = 3) -> None:
     return await trainer.build()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_singletons_are_on_the_trainers_node_also_after_a_restart(
+    cluster: None, device: Device
+) -> None:
+    gpus = int(device == "cuda")
+    bundles = await reserve(config(), print) if gpus else trainers_bundle(config())
+    made = ActorFactory(config(), device, (), Factories(), print, bundles)
+    names = (actor_names.QUEUE, actor_names.SCORER, actor_names.ROLLOUTER)
+    singletons = [await made.create(name, restarts=True) for name in names]
+    trainer = await made.create(actor_names.trainer(0), gpus=gpus, bundle=("train", 0))
+    before = await asyncio.gather(*map(place, singletons))
+    for remote in singletons:
+        remote.restart()
+        build = partial(remote.build, f"{__name__}:Engine", (), BOUND_S)
+        await _built_again(SimpleNamespace(build=build))
+    after = await asyncio.gather(*map(place, singletons))
+    assert {found.node for found in (*before, *after)} == {(await place(trainer)).node}
+    assert not {found.process for found in before} & {found.process for found in after}
+    for remote in made.started:
+        remote.kill()
+    await give_back(bundles)
+
+
 async def test_gpus_of_others_are_waited_for(cluster: None) -> None:
     others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
     await others.ready()
@@ -272,5 +299,23 @@ async def test_all_that_is_wrong_with_nodes_is_found_before_an_engine_starts(
     }
 
 
+async def test_a_node_that_joins_later_and_differs_gets_no_process(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "MIN_SHM_MIB", 0)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    joined = on(tmp_path, str(QUICKSTART))
+    compared = await check_nodes(joined, "cpu")
+    assert compared is not None
+    first, later = [node["NodeID"] for node in ray.nodes()]
+    compared.ids, there = {first}, NodeAffinitySchedulingStrategy(later, soft=False)
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+    remote = Remote.create("engine", timeout_s=BOUND_S, bundle=there)
+    remote.compare_node = compared.compare
+    with pytest.raises(EngineStartError, match="NCCL_CUMEM_ENABLE is 1 on the driver's node, 0"):
+        await remote.build(f"{__name__}:Engine", (), BOUND_S)
+    remote.kill()
+
+
 async def test_without_bundles_ray_chooses_the_node() -> None:
-    assert GpuBundles().strategy("rollout", 0) is None
+    assert await GpuBundles().strategy("rollout", 0) is None

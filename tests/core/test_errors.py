@@ -13,6 +13,7 @@ from async_opd.core.errors import (
     Problem,
     StageError,
     WeightSyncError,
+    WorkersFailed,
 )
 
 
@@ -23,6 +24,7 @@ from async_opd.core.errors import (
         EngineStartError("t", "cause"),
         WeightSyncError("s", "cause", "remedy"),
         LeaseExpired("scored", 3),
+        WorkersFailed("student/0", "sleep", ("", "MemoryError: no room")),
         ConfigError([Problem("f", "k", "m", "r")]),
     ],
 )

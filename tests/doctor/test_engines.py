@@ -197,6 +197,13 @@ def test_an_update_that_a_replica_does_not_compute_with_is_an_error(
     assert error.found.startswith("one update, rollout engines against trainer: mean |Δ| 0.5")
 
 
+def test_a_comparison_with_quantized_engines_is_no_proof(cluster: Cluster, tmp_path: Path) -> None:
+    lines = found(tmp_path, "rollout.engine.extra={quantization: fp8_per_block}")
+    synced = [one for one in lines if "rollout engines against trainer" in one.found]
+    assert [one.status for one in synced] == ["warning", "warning"]
+    assert all("no proof: quantized engines (rollout.engine.extra)" in one.found for one in synced)
+
+
 def test_what_was_compared_on_no_token_is_no_agreement() -> None:
     nothing = Agreement.of([], [])
     assert _floor("its responses", nothing, 1e-3).status == "warning"

@@ -11,6 +11,7 @@ from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
+from async_opd.grading.graders import Grade
 from tests.conftest import make_prompt, make_rollout
 from tests.plan.virtual import run_virtually
 
@@ -104,3 +105,16 @@ async def test_several_answers_to_a_prompt_give_pass_at_k_and_the_versions_of_al
     metrics = (await evaluation.run(answers, "eval")).metrics
     assert [metrics[f"eval/t/{key}"] for key in ("mean@2", "pass@1", "pass@2")] == [0.5, 0.5, 1.0]
     assert [metrics[f"eval/{key}_version"] for key in ("oldest", "newest")] == [3, 4]
+
+
+async def test_a_data_source_without_any_vote_is_wrong_where_the_grader_reads_answers() -> None:
+    async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        return [make_rollout(f"{one.uid}/{i}", one.data_source) for one in prompts for i in (0, 1)]
+
+    async def grade(rollout: Rollout) -> Grade:
+        return Grade(1.0, "3") if rollout.prompt.uid == "p" else Grade(0.0)
+
+    prompts = (make_prompt("p", "t"), make_prompt("q", "t"), make_prompt("r", "u"))
+    evaluation = Evaluation(prompts, SamplingSpec(4, 1.0, 1.0, 2), grade)
+    metrics = (await evaluation.run(answers, "eval")).metrics
+    assert (metrics["eval/t/maj@2"], metrics["eval/u/maj@2"]) == (0.5, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from async_opd.config.run_config import RunConfig
 from async_opd.grading.evaluation_schedule import Evaluations
 
 
-def evaluations(steps: int = 20, k: int = 3, every: int = 2, logged: int = -1) -> Evaluations:
+def evaluations(
+    steps: int = 20, k: int = 3, every: int = 2, logged: int = -1, log: Any = None
+) -> Evaluations:
     config = RunConfig.model_validate(
         {
             "student": {"model": "s"},
@@ -25,7 +28,6 @@ def evaluations(steps: int = 20, k: int = 3, every: int = 2, logged: int = -1) -
             "eval": {"every": every},
         }
     )
-    log: Any = None
     return Evaluations(config, log, logged)
 
 
@@ -71,3 +73,33 @@ def test_what_was_due_before_the_checkpoint_and_is_not_logged_is_missing(
 @given(st.integers(-1, 30))
 def test_the_last_evaluation_is_missing_until_it_is_logged(logged: int) -> None:
     assert evaluations(logged=logged).is_last_missing is (logged < 20)
+
+
+class Lines(list[str]):
+    """A log of messages."""
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.append(text)
+
+    def summarize(self, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+def test_due_evaluations_that_there_will_never_be_are_named_when_the_next_one_is_logged() -> None:
+    lines = Lines()
+    made = evaluations(steps=40, k=1, every=2, logged=4, log=lines)
+    made.skip(8, "the one before was still under way")
+    made.log({"eval/a/accuracy": 0.5}, 15, 15)
+    made.log({"eval/a/accuracy": 0.5}, 18, 18)
+    assert [line.partition("; ")[0] for line in lines if "no evaluation" in line] == [
+        "step 8: no evaluation, since the one before was still under way",
+        "steps 6 to 14: no evaluation, since the run was interrupted, or eval.every was another",
+        "step 16: no evaluation, since the run was interrupted, or eval.every was another",
+    ]
+
+
+@pytest.mark.parametrize("key", ["eval_initial/a/accuracy", "eval_teacher/a/accuracy"])
+def test_evaluations_before_training_name_no_other(key: str) -> None:
+    lines = Lines()
+    evaluations(log=lines).log({key: 0.5}, 0, 0)
+    assert len(lines) == 1

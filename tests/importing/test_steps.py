@@ -87,3 +87,12 @@ def test_a_step_of_verl_with_two_updates_is_one_weight_version_in_all_periods() 
     ours = drafted("verl", **keys).ours
     assert (ours["async.sync_steps"], ours["train.steps"]) == (2, 200)
     assert (ours["eval.every"], ours["checkpoint.every"]) == (5, 10)
+
+
+def test_an_import_of_quantized_rollouts_says_that_their_weights_are_not_proved() -> None:
+    draft = drafted("asyncopd", **{"rollout.quantization": "fp8"})
+    assert draft.ours["rollout.engine.extra.quantization"] == "fp8"
+    assert draft.ours["sync.verify_every"] == 0
+    assert any("nothing proves" in line for line in draft.differs)
+    plain = drafted("asyncopd", **{"rollout.quantization": None})
+    assert "sync.verify_every" not in plain.ours

@@ -15,6 +15,7 @@ from rich.console import Console
 from async_opd.live_view.curve import BLOCKS, EIGHTHS
 from async_opd.live_view.display import Display, fit
 from async_opd.live_view.view_state import ViewState
+from async_opd.waiting.waits import WAITING
 from tests.live_view.test_console import METRICS, Clock, config, row
 
 WIDTHS = pytest.mark.parametrize("width", [80, 200])
@@ -137,6 +138,16 @@ def test_the_view_has_the_newest_accuracy_of_each_source(state: ViewState) -> No
     words = " ".join(shown(state).split())
     assert "accuracy sort ▁█ 62.5%" in words
     assert "accuracy math ▁ 20.0%" in words
+
+
+def test_only_the_newest_line_about_what_is_waited_for_is_in_the_view(state: ViewState) -> None:
+    state.post_message("starting Ray and the engines")
+    for seconds in range(10, 100, 10):
+        state.post_message(f"{WAITING}student/0 to start ({seconds} s so far, at most 600 s)")
+    assert state.messages[-2:] == (
+        "starting Ray and the engines",
+        f"{WAITING}student/0 to start (90 s so far, at most 600 s)",
+    )
 
 
 def test_the_view_has_the_last_messages(state: ViewState) -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from async_opd.core.errors import StageError
-from async_opd.processes.listening import interface_address, listening_socket
+from async_opd.processes.listening import interface_address, interface_of, listening_socket
 
 HERE = "127.0.0.1"
 Address = namedtuple("Address", "family address")
@@ -47,11 +47,12 @@ def test_an_address_of_another_machine_is_an_error_of_its_own() -> None:
 
 @pytest.fixture
 def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with an IPv4 and an IPv6 network, and one without addresses."""
+    """A machine with an IPv4 and an IPv6 network, the loopback, and one without addresses."""
     v4, v6, link = socket.AF_INET, socket.AF_INET6, psutil.AF_LINK
     found: dict[str, list[Any]] = {
-        "eth0": [Address(link, "00:00"), Address(v6, "fe80::1"), Address(v4, "10.0.0.7")],
+        "eth0": [Address(link, "00:00"), Address(v6, "fe80::1%eth0"), Address(v4, "10.0.0.7")],
         "ib0": [Address(v6, "fd00::7")],
+        "lo": [Address(v4, "127.0.0.1"), Address(v6, "::1")],
         "down": [Address(link, "00:01")],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
@@ -66,5 +67,30 @@ def test_an_interfaces_ipv4_address_comes_first(name: str, address: str) -> None
 @pytest.mark.usefixtures("interfaces")
 @pytest.mark.parametrize("name", ["eth1", "down"])
 def test_a_node_without_the_interface_names_those_that_it_has(name: str) -> None:
-    with pytest.raises(StageError, match=rf"no interface '{name}' .* it has down, eth0, ib0"):
+    with pytest.raises(StageError, match=rf"no interface '{name}' .* it has down, eth0, ib0, lo"):
         interface_address(name)
+
+
+@pytest.mark.usefixtures("interfaces")
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("10.0.0.7", "eth0"),
+        ("fe80::1", "eth0"),
+        ("fd00::7", "ib0"),
+        ("127.0.0.1", "lo"),
+        ("127.0.1.1", "lo"),
+        ("::1", "lo"),
+    ],
+)
+def test_an_interface_is_found_by_any_of_its_addresses(address: str, name: str) -> None:
+    assert interface_of(address) == name
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_an_address_that_no_interface_has_is_named_beside_those_that_there_are() -> None:
+    """As of a machine behind a translation of addresses."""
+    words = r"has 203.0.113.9, its node's address in Ray; it has eth0 \(fe80::1%eth0\), eth0 \(10.0"
+    with pytest.raises(StageError, match=words) as error:
+        interface_of("203.0.113.9")
+    assert "cluster.interface" in error.value.remedy

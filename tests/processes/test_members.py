@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
-from async_opd.core.errors import RolloutFault, StageError, StageTimeout, first_cause
+from async_opd.core.errors import Displaced, RolloutFault, StageError, StageTimeout, first_cause
 from async_opd.processes.events import Event, State
 from async_opd.processes.members import LONGEST_PAUSE_S, MemberSet, Policy
+from async_opd.waiting.waits import Waits
 from tests.timers import ManualTimer
 
 SERVING, EJECTED, REBUILDING, GONE = State
@@ -465,3 +466,54 @@ def test_deaths_while_rebuilding_come_later_and_later_and_to_an_end(
         await settle()
 
     asyncio.run(body())
+
+
+async def test_a_member_that_is_rebuilt_for_long_is_waited_for_in_words() -> None:
+    world = World(start_s=60, rebuild=lambda member: asyncio.Event().wait())
+    lines: list[str] = []
+    world.members.waits = Waits(lines.append, world.timer, lambda: world.timer.now)
+    world.members.all[0].value.dead.set()
+    await world.advance(20)
+    assert lines == [
+        "waiting for m/0 to serve again (10 s so far, at most 60 s a try)",
+        "waiting for m/0 to serve again (20 s so far, at most 60 s a try)",
+    ]
+    world.running.cancel()
+
+
+async def test_a_member_that_lost_its_machine_is_rebuilt_at_once_and_never_too_often() -> None:
+    async def displaced(member: Any) -> Displaced:
+        return Displaced(member.name, "machine-c (10.0.0.3) is lost")
+
+    world = World(tries=1, displaced=displaced)
+    for incarnation in range(5):
+        world.members.all[0].value.dead.set()
+        await settle()
+        assert world.members.all[0].serves(incarnation + 1)
+    assert {when for _, when, _ in world.tried} == {0.0}
+    words = [str(event) for _, event in world.events if event.after is REBUILDING]
+    assert set(words) == {"m/0 is being rebuilt, after: m/0: machine-c (10.0.0.3) is lost"}
+    world.running.cancel()
+
+
+async def test_a_rebuild_on_a_machine_that_is_lost_meanwhile_is_no_try() -> None:
+    machines = iter([False, False, False, True])
+
+    async def rebuild(member: Any) -> Process:
+        if not next(machines):
+            raise Displaced(member.name, "machine-c (10.0.0.3) is lost")
+        return Process(member.name, 1)
+
+    world = World(tries=1, rebuild=rebuild)
+    world.members.all[0].value.dead.set()
+    await settle()
+    assert world.members.all[0].serves(1)
+    world.running.cancel()
+
+
+async def test_a_rebuild_says_how_long_the_last_start_took() -> None:
+    world = World(took_s=lambda member: 13.6)
+    world.members.all[0].value.dead.set()
+    await settle()
+    assert str(world.events[1][1]) == "m/0 is being rebuilt (its last start took 14 s)"
+    world.running.cancel()

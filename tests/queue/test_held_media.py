@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.errors import StageError
-from async_opd.queue.held_media import ABSENT_S, HeldMedia
+from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.row import Media
+from async_opd.media.cache import MediaCache
+from async_opd.queue.held_media import HeldMedia
+from async_opd.queue.message_queue import MessageQueue
 from tests.properties import examples
 from tests.timers import ManualTimer
 
@@ -23,7 +26,7 @@ A, B = b"a", b"bb"
 
 
 def holding(**owners: bytes) -> HeldMedia:
-    held = HeldMedia(ManualTimer())
+    held = HeldMedia()
     owned = {owner: [sha(encoded)] for owner, encoded in owners.items()}
     held.keep(owned, complete=True, encoded={sha(one): one for one in owners.values()})
     return held
@@ -62,7 +65,7 @@ def test_bytes_that_nobody_keeps_are_not_held() -> None:
 
 
 async def test_an_image_that_is_still_to_come_is_waited_for() -> None:
-    held = HeldMedia(ManualTimer())
+    held = HeldMedia()
     held.keep({"p": [sha(A)]}, complete=True)
     getting = asyncio.create_task(held.get([sha(A)]))
     await asyncio.sleep(0)
@@ -71,18 +74,40 @@ async def test_an_image_that_is_still_to_come_is_waited_for() -> None:
     assert await getting == {sha(A): A}
 
 
-async def test_an_image_that_does_not_come_is_left_out_after_a_time() -> None:
-    timer = ManualTimer()
-    held = HeldMedia(timer)
-    held.keep({"p": [sha(A), sha(B)]}, encoded={sha(B): B})
+async def test_an_image_that_is_kept_is_waited_for_however_long_the_others_take_before_it() -> None:
+    """A queue that was restarted gets all images again, one message after the other."""
+    timer, others = ManualTimer(), [bytes([number]) for number in range(5)]
+    queue = MessageQueue((), 1, 1, 1.0, timer)
+    cache = MediaCache(queue.media, 0)
+    await queue.keep_media({"p": [sha(A), *map(sha, others)]}, complete=True)
+    getting = asyncio.create_task(cache.get([Media(sha(A), 1, 1, 1)]))
+    for other in others:
+        await asyncio.sleep(0)
+        timer.advance(11)
+        await queue.keep_media({}, encoded={sha(other): other})
+    await queue.keep_media({}, encoded={sha(A): A})
+    assert await getting == [A]
+
+
+async def test_a_kept_image_that_does_not_come_is_no_fault_of_its_prompt() -> None:
+    queue = MessageQueue((), 1, 1, 1.0)
+    await queue.keep_media({"p": [sha(A)]}, complete=True)
+    cache = MediaCache(queue.media, 0, timeout_s=0.01)
+    with pytest.raises(StageTimeout, match=f"the first is {sha(A)}"):
+        await cache.get([Media(sha(A), 1, 1, 1)])
+
+
+async def test_an_image_that_is_dropped_before_it_comes_is_waited_for_no_longer() -> None:
+    held = HeldMedia()
+    held.keep({"p": [sha(A)], "q": [sha(B)]}, complete=True, encoded={sha(B): B})
     getting = asyncio.create_task(held.get([sha(A), sha(B)]))
     await asyncio.sleep(0)
-    timer.advance(ABSENT_S)
-    assert await getting == {sha(B): B}
+    held.drop(["p"])
+    assert await asyncio.wait_for(getting, 5) == {sha(B): B}
 
 
 async def test_before_all_in_flight_are_known_an_unknown_image_is_waited_for() -> None:
-    held = HeldMedia(ManualTimer())
+    held = HeldMedia()
     getting = asyncio.create_task(held.get([sha(A)]))
     await asyncio.sleep(0)
     assert not getting.done()

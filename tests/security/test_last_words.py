@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 
 from async_opd.cluster import actor_shell as host
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.faults import last_error_lines
 from async_opd.core.errors import EngineStartError, StageError
 from async_opd.processes.last_lines import LOG_BYTES, MAX_LINE_CHARACTERS
 
-NAME = "worker-0a-01000000-77"
+PROCESS = "0a" * 28
+NAME = f"worker-{PROCESS}-01000000-77"
 
 
 @pytest.fixture
@@ -32,8 +34,30 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_last_errors_of_a_process_are_its_last_words(logs: Path) -> None:
     (logs / f"{NAME}.err").write_text("all is well\nMemoryError: none left\n")
-    (logs / "worker-0a-01000000-78.err").write_text("an error of another process\n")
-    assert last_error_lines(77) == "      MemoryError: none left"
+    assert last_error_lines(PROCESS) == "      MemoryError: none left"
+
+
+def test_words_of_a_process_with_the_same_pid_are_not_its_own(logs: Path) -> None:
+    """As that of another machine, or of an earlier job."""
+    (logs / f"worker-{'0b' * 28}-01000000-77.err").write_text("an error of another process\n")
+    assert last_error_lines(PROCESS) == ""
+
+
+async def test_a_process_on_another_machine_sends_the_last_errors_of_its_log(logs: Path) -> None:
+    async def place() -> ActorPlacement:
+        return ActorPlacement("another", (), PROCESS)
+
+    async def build(factory: str, args: tuple[Any, ...]) -> None:
+        raise ActorUnavailableError("gone", None)
+
+    async def error_lines(process: str) -> str:
+        assert process == PROCESS
+        return "      MemoryError: none left"
+
+    methods = {method.__name__: method for method in (place, build, error_lines)}
+    shell = {name: SimpleNamespace(remote=method) for name, method in methods.items()}
+    with pytest.raises(EngineStartError, match="last error lines:\n      MemoryError: none left"):
+        await Remote("x", SimpleNamespace(**shell), 5).build("a:b", (), 5)
 
 
 @pytest.mark.parametrize(
@@ -46,21 +70,21 @@ def test_the_last_errors_of_a_process_are_its_last_words(logs: Path) -> None:
 )
 def test_a_warning_about_errors_is_no_last_word(logs: Path, warning: str) -> None:
     (logs / f"{NAME}.err").write_text(f"MemoryError: none left\n{warning}\n")
-    assert last_error_lines(77) == "      MemoryError: none left"
+    assert last_error_lines(PROCESS) == "      MemoryError: none left"
 
 
 def test_a_link_is_not_followed(logs: Path, tmp_path: Path) -> None:
     (tmp_path / "private").write_text("the error password\n")
     (logs / f"{NAME}.err").symlink_to(tmp_path / "private")
-    assert "is a symbolic link" in last_error_lines(77)
-    assert "password" not in last_error_lines(77)
+    assert "is a symbolic link" in last_error_lines(PROCESS)
+    assert "password" not in last_error_lines(PROCESS)
 
 
 def test_a_pipe_is_not_waited_for(logs: Path) -> None:
     os.mkfifo(logs / f"{NAME}.err")
     (logs / f"{NAME}.out").write_text("error: of its own\n")
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(last_error_lines(77)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(last_error_lines(PROCESS)), daemon=True)
     thread.start()
     thread.join(10)
     assert "is no regular file" in found[0]
@@ -73,30 +97,30 @@ def test_of_a_log_without_end_the_end_is_read(logs: Path) -> None:
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(b"\nerror at the end\n")
-    assert last_error_lines(77) == "      error at the end"
+    assert last_error_lines(PROCESS) == "      error at the end"
 
 
 def test_of_a_line_without_end_the_start_is_shown(logs: Path) -> None:
     (logs / f"{NAME}.err").write_text("error " + "x" * (LOG_BYTES // 2))
-    assert len(last_error_lines(77)) < MAX_LINE_CHARACTERS + 10
+    assert len(last_error_lines(PROCESS)) < MAX_LINE_CHARACTERS + 10
 
 
 async def test_the_event_loop_does_not_wait_for_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
 
-    def read(pid: int) -> str:
+    def read(process: str) -> str:
         threads.append(threading.get_ident())
-        return ""
+        return "its own error"
 
-    async def bounded(*_: Any) -> int:
+    async def bounded(*_: Any) -> ActorPlacement:
         if breaks.pop():
             raise StageError("x", "broke")
-        return 77
+        return ActorPlacement("node", (), PROCESS)
 
     breaks = [True, False]
     monkeypatch.setattr(host, "last_error_lines", read)
     method = SimpleNamespace(remote=str)
-    remote = Remote("x", SimpleNamespace(pid=method, build=method), 1)
+    remote = Remote("x", SimpleNamespace(place=method, build=method), 1)
     monkeypatch.setattr(remote, "_bounded", bounded)
     with pytest.raises(EngineStartError, match="did not start: broke"):
         await asyncio.wait_for(remote.build("a:b", (), 1), 5)

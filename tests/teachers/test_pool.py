@@ -103,6 +103,8 @@ class Fake:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         await self.ready()
+        if self.imageless & {prompt.uid for prompt in prompts}:
+            raise RolloutFault("prompt", "its image is not held")
         return [make_rollout(f"{prompt.uid}/0") for prompt in prompts]
 
     async def load(self, directory: str) -> None:
@@ -133,6 +135,8 @@ class FakeRebuild:
             raise StageError(f"teacher {teacher}/{index}", "no memory left")
         self.made.append(Fake(f"new {index}"))
         return self.made[-1]
+
+    async def displaced(self, old: Any) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -442,6 +446,14 @@ async def test_the_teachers_own_answers_come_from_a_replica_that_works() -> None
     async with pool(Fake(dead=True), Fake()) as (teacher, _):
         (answer,) = await teacher.generate([make_prompt("p")], SAMPLING)
         assert answer.uid == "p/0"
+
+
+async def test_a_prompt_that_no_replica_can_answer_ejects_none_of_them() -> None:
+    fakes = [Fake(imageless=frozenset({"p"})) for _ in range(2)]
+    async with pool(*fakes) as (teacher, _):
+        with pytest.raises(RolloutFault, match="its image is not held"):
+            await teacher.generate([make_prompt("p")], SAMPLING)
+        assert teacher.slots.members.failures == 0
 
 
 class Endless(Fake):

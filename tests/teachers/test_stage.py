@@ -348,6 +348,8 @@ async def test_a_teacher_that_died_between_two_phases_is_rebuilt_in_its_turn_onl
             rebuilt.append(Sleepy())
             return rebuilt[-1]
 
+        async def displaced(self, old: Any) -> None: ...
+
         async def close(self) -> None: ...
 
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)

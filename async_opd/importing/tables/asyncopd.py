@@ -35,7 +35,7 @@ TABLE: Table = {
     "rollout.top_p": To("rollout.top_p", default=1.0),
     "rollout.top_k": To("rollout.top_k", top_k, -1),
     "rollout.dtype": To("rollout.engine.dtype"),
-    "rollout.quantization": To("rollout.engine.extra.quantization"),
+    "rollout.quantization": Together("rollout.engine.extra.quantization, sync.verify_every"),
     "rollout.vllm.tensor_parallel_size": To("rollout.tensor_parallel", default=1),
     "rollout.vllm.max_model_len": To("rollout.engine.max_model_len", default=18432),
     "rollout.vllm.max_num_seqs": To("rollout.engine.max_num_seqs", default=512),

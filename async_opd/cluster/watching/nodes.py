@@ -1,0 +1,112 @@
+"""The nodes of the run's cluster, as Ray's head knows them, and its verdict on one that is silent.
+
+a member fails ──► its node answers: the member's own failure
+              └──► its node is silent ──► the head's verdict, some 15 s later: the node is lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from async_opd.core.errors import StageError
+from async_opd.waiting.deadline import Deadline, Timer
+
+ANSWER_S = 5.0
+"""Seconds in which the head has to answer, and a node to accept a connection."""
+VERDICT_S = 90.0
+"""Longest wait for the verdict. Ray's head asks a node every 3 s, and gives it up after five
+questions in a row that failed, each after at most 10 s."""
+POLL_S = 1.0
+PLACED, REMOVED = "CREATED", "REMOVED"
+"""States of a placement group in Ray; in others it waits for its GPUs."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """``name`` is for messages; ``why`` says why it is not ``alive``."""
+
+    name: str
+    address: str
+    port: int
+    alive: bool
+    why: str = ""
+
+    @property
+    def loss(self) -> str:
+        """The words for it once it is not alive."""
+        return f"{self.name} is lost" + (f": {self.why}" if self.why else "")
+
+
+async def nodes() -> dict[str, Node]:
+    """All nodes by Ray's id, lost ones too. StageError if the head does not answer in time."""
+    if not ray.is_initialized():
+        raise StageError("cluster", "this process is not connected to a Ray cluster")
+    client = ray._private.worker.global_worker.gcs_client
+    try:
+        async with asyncio.timeout(2 * ANSWER_S):  # for a call that does not keep its own timeout
+            found, *_ = await client.async_get_all_node_info(timeout=ANSWER_S)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        cause = f"Ray's head does not answer: {' '.join(str(error).split()) or 'no answer in time'}"
+        raise StageError("cluster", cause) from error
+    return {
+        key.hex(): Node(
+            f"{one.node_manager_hostname} ({one.node_manager_address})",
+            one.node_manager_address,
+            one.node_manager_port,
+            one.state == 0,  # GcsNodeInfo.ALIVE
+            " ".join(one.death_info.reason_message.split()),
+        )
+        for key, one in found.items()
+    }
+
+
+def group_state(group: PlacementGroup) -> str:
+    """Ray's state of a placement group."""
+    return str(placement_group_table(group).get("state", REMOVED))
+
+
+async def known_loss(node: str) -> Node | None:
+    """The node with this id, if any, if the head knows by now that it is lost."""
+    with suppress(StageError):
+        found = (await nodes()).get(node) if node else None
+        return None if found is None or found.alive else found
+    return None
+
+
+async def lost_node(
+    node: str,
+    ask: Callable[[], Awaitable[Mapping[str, Node]]] = nodes,
+    answers: Callable[[Node], Awaitable[bool]] | None = None,
+    timer: Timer | None = None,
+) -> Node | None:
+    """The node with this id, if any, if it is lost; waits for the verdict if it is silent.
+
+    None, too, if the head does not answer, or gives no verdict within ``VERDICT_S``.
+    """
+    deadline, waited = Deadline("cluster", timer), 0.0
+    with suppress(StageError):
+        while node and (found := (await ask()).get(node)) is not None:
+            if not found.alive:
+                return found
+            if waited >= VERDICT_S or await (answers or _answers)(found):
+                return None
+            await deadline.pause(POLL_S)
+            waited += POLL_S
+    return None
+
+
+async def _answers(node: Node) -> bool:
+    """Whether Ray's server of the node accepts a connection."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(node.address, node.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,74 @@
+"""Lines of ``run.log`` about everything that is waited for: one every 10 s for all of it.
+
+with waits.on("student/0", 600.0): …  ──┐
+with waits.on("trainer", 600.0): …    ──┴── every EVERY_S ──► waiting for student/0 (20 s so …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from async_opd.waiting.deadline import Deadline, Timer
+
+EVERY_S = 10.0
+"""Seconds between two lines."""
+MAX_NAMED = 8
+"""Waits that a line names, the oldest ones; it counts the others."""
+WAITING = "waiting for "
+"""The beginning of every line: a view shows the newest one only."""
+
+
+@dataclass(eq=False)
+class _Wait:
+    what: str
+    bound: str
+    since: float
+
+
+class Waits:
+    """The waits of one process that are not over. ``notify`` gets the lines."""
+
+    def __init__(
+        self,
+        notify: Callable[[str], None],
+        timer: Timer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._notify = notify
+        self._deadline = Deadline("waits", timer)
+        self._clock = clock
+        self._open: list[_Wait] = []
+        self._speaking: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def on(self, what: str, bound_s: float = math.inf, each: str = "") -> Iterator[None]:
+        """The block waits for ``what``, at most ``bound_s`` seconds, or so many for ``each`` try.
+
+        The wait has no bound of its own if that is ``inf``. This only says so; the block ends it.
+        """
+        bound = "no bound" if bound_s == math.inf else f"at most {bound_s:g} s{each}"
+        wait = _Wait(what, bound, self._clock())
+        self._open.append(wait)
+        if self._speaking is None:
+            self._speaking = asyncio.create_task(self._speak(), name="waits")
+        try:
+            yield
+        finally:
+            self._open.remove(wait)
+            if not self._open:
+                self._speaking.cancel()
+                self._speaking = None
+
+    async def _speak(self) -> None:
+        while True:
+            await self._deadline.pause(EVERY_S)
+            now, named = self._clock(), self._open[:MAX_NAMED]
+            words = [f"{one.what} ({now - one.since:.0f} s so far, {one.bound})" for one in named]
+            if len(self._open) > len(named):
+                words.append(f"{len(self._open) - len(named)} others")
+            self._notify(WAITING + "; ".join(words))

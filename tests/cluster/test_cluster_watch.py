@@ -1,0 +1,126 @@
+"""The head and the nodes of a cluster are lost and come back, on answers that are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from async_opd.cluster.watching.nodes import VERDICT_S, Node, lost_node
+from async_opd.cluster.watching.watch import HEAD_S, WATCH_S, ClusterWatch
+from async_opd.core.errors import HeadLost, StageError
+from tests.timers import ManualTimer
+
+B = Node("machine-b (10.0.0.2)", "10.0.0.2", 1, True)
+C = Node("machine-c (10.0.0.3)", "10.0.0.3", 1, True)
+LOST_C = replace(C, alive=False, why="health check failed")
+
+
+class World:
+    """A cluster of the nodes b and c whose head answers or not; time passes when told to."""
+
+    def __init__(self) -> None:
+        self.timer = ManualTimer()
+        self.nodes: Mapping[str, Node] = {"b": B, "c": C}
+        self.silent = False
+        self.lines: list[str] = []
+        clock = lambda: self.timer.now  # noqa: E731
+        self.watch = ClusterWatch(self.lines.append, None, self.ask, self.timer, clock)
+
+    async def ask(self) -> Mapping[str, Node]:
+        if self.silent:
+            raise StageError("cluster", "Ray's head does not answer: refused")
+        return self.nodes
+
+    async def look(self, **nodes: Node) -> None:
+        self.nodes = nodes or self.nodes
+        await self.watch.look()
+
+
+async def test_a_lost_node_is_one_line_with_its_name_and_rays_reason() -> None:
+    world = World()
+    for nodes in ({}, {}, {"b": B, "c": LOST_C}, {"b": B, "c": LOST_C}):
+        await world.look(**nodes)
+    assert world.lines == ["cluster: machine-c (10.0.0.3) is lost: health check failed"]
+
+
+async def test_a_node_that_ray_has_forgotten_is_lost_too() -> None:
+    world = World()
+    await world.look()
+    await world.look(b=B)
+    assert world.lines == ["cluster: machine-c (10.0.0.3) is lost"]
+
+
+async def test_a_node_that_joins_is_one_line_and_those_at_the_start_none() -> None:
+    world = World()
+    await world.look(b=B)
+    await world.look(b=B, d=C)
+    await world.look()
+    assert world.lines == ["cluster: machine-c (10.0.0.3) has joined"]
+
+
+async def test_a_silent_head_is_one_line_at_once_and_the_end_of_the_run_after_a_bound() -> None:
+    world = World()
+    watching = asyncio.create_task(world.watch.run())
+    await asyncio.sleep(0)
+    world.silent = True
+    while world.timer.now < HEAD_S:
+        assert not watching.done()
+        world.timer.advance(WATCH_S)
+        for _ in range(3):
+            await asyncio.sleep(0)
+    world.timer.advance(WATCH_S)
+    with pytest.raises(HeadLost, match=r"not answered for 20 s: .*refused(?s:.*)--resume"):
+        await watching
+    assert len(world.lines) == 1
+    assert world.lines[0].startswith("cluster: Ray's head does not answer: refused")
+
+
+async def test_a_head_that_answers_again_ends_nothing() -> None:
+    world = World()
+    for _ in range(3):
+        world.silent = True
+        await world.look()
+        world.timer.advance(HEAD_S - 1)
+        world.silent = False
+        await world.look()
+    assert world.lines[-1] == "cluster: Ray's head answers again"
+
+
+class Silence:
+    """Answers of the head about node c in turn, and whether that node answers itself."""
+
+    def __init__(self, *nodes: Node, answers: bool = False) -> None:
+        self.timer = ManualTimer()
+        self.found = list(nodes)
+        self.reachable = answers
+
+    async def ask(self) -> Mapping[str, Node]:
+        return {"c": self.found.pop(0) if len(self.found) > 1 else self.found[0]}
+
+    async def answers(self, node: Node) -> bool:
+        return self.reachable
+
+    async def lost(self) -> Node | None:
+        asked = asyncio.create_task(lost_node("c", self.ask, self.answers, self.timer))
+        for _ in range(2 * int(VERDICT_S)):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            self.timer.advance(1)
+        return await asked
+
+
+async def test_a_silent_node_is_lost_by_the_verdict_of_the_head_which_is_waited_for() -> None:
+    assert await Silence(C, C, C, LOST_C).lost() == LOST_C
+
+
+async def test_a_node_that_answers_is_not_lost_and_no_verdict_is_waited_for() -> None:
+    world = Silence(C, answers=True)
+    assert await lost_node("c", world.ask, world.answers, world.timer) is None
+    assert world.timer.due == []
+
+
+async def test_the_wait_for_a_verdict_has_an_end() -> None:
+    assert await Silence(C).lost() is None

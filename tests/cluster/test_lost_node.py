@@ -1,0 +1,147 @@
+"""A node of a Ray cluster is lost: what its processes say of it, and the head is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.gpu_bundles import gpu_nodes, names, reserve
+from async_opd.cluster.session import gpus_of_cluster
+from async_opd.cluster.watching.placement import Placement
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import (
+    ConfigError,
+    Displaced,
+    EngineStartError,
+    ProcessDied,
+    StageError,
+)
+from async_opd.waiting.waits import Waits
+
+pytestmark = pytest.mark.engine
+
+BOUND_S = 60.0
+
+
+class Engine:
+    """It works, or cannot start."""
+
+    def __init__(self, fails: bool = False) -> None:
+        if fails:
+            raise RuntimeError("no such model")
+
+    async def answer(self) -> int:
+        return 42
+
+
+ENGINE = f"{__name__}:Engine"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head and a second node."""
+    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def test_a_process_whose_node_is_lost_is_displaced_after_the_heads_verdict(
+    cluster: Any,
+) -> None:
+    (second,) = [node for node in cluster.list_all_nodes() if not node.is_head()]
+    there = NodeAffinitySchedulingStrategy(second.node_id, soft=False)
+    remote = Remote.create("engine", timeout_s=BOUND_S, bundle=there)
+    await remote.build(ENGINE, (), BOUND_S)
+    assert (await remote.call("answer"), await remote.displaced()) == (42, None)
+    cluster.remove_node(second, allow_graceful=False)
+    displaced = await asyncio.wait_for(remote.displaced(), 2 * BOUND_S)
+    assert isinstance(displaced, Displaced)
+    assert "is lost: health check failed" in displaced.cause
+    with pytest.raises(ProcessDied, match=r"engine: .* is lost: .*, during answer"):
+        await remote.call("answer", timeout_s=BOUND_S)
+
+
+async def test_a_process_that_fails_on_a_node_that_lives_is_not_displaced(cluster: Any) -> None:
+    remote = Remote.create("engine", timeout_s=BOUND_S)
+    with pytest.raises(EngineStartError, match="no such model"):
+        await remote.build(ENGINE, (True,), BOUND_S)
+
+
+GPUS = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 << 20}
+
+
+async def test_a_cluster_says_how_many_gpus_it_has(cluster: Any) -> None:
+    assert gpus_of_cluster(cluster.address, BOUND_S) == 0
+    cluster.add_node(num_cpus=1, num_gpus=3, object_store_memory=80 << 20)
+    assert gpus_of_cluster(cluster.address, BOUND_S) == 3
+
+
+def test_a_cluster_that_is_not_there_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(StageError, match=r"127.0.0.1:9' has not said within 3 s") as error:
+        gpus_of_cluster("127.0.0.1:9", 3)
+    assert error.value.remedy.startswith("check cluster.address")
+
+
+def config(wait_s: float = 0) -> RunConfig:
+    """Four GPUs: two students, a teacher and the trainer."""
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {"t": {"model": "t"}},
+            "rollout": {"replicas": 2},
+            "data": {"train": "prompts.jsonl"},
+            "cluster": {"address": "auto", "device": "cuda", "wait_s": wait_s},
+        }
+    )
+
+
+async def test_machines_that_join_later_are_waited_for_and_then_refused(cluster: Any) -> None:
+    with pytest.raises(ConfigError, match=r"need 4 GPUs(?s:.*)cluster\.wait_s"):
+        await reserve(config(wait_s=0.5), print)
+    lines: list[str] = []
+    said = asyncio.Event()
+
+    def notify(line: str) -> None:
+        lines.append(line)
+        said.set()
+
+    waiting = asyncio.create_task(reserve(config(wait_s=BOUND_S), notify))
+    await asyncio.wait_for(said.wait(), BOUND_S)
+    for _ in range(2):
+        cluster.add_node(**GPUS)
+    bundles = await asyncio.wait_for(waiting, 2 * BOUND_S)
+    assert lines[0].startswith("cluster: waiting for machines: the pools need 4 GPUs")
+    assert None not in bundles.asked().values()
+
+
+async def test_the_gpus_left_after_a_loss_go_to_the_trainer_and_the_only_teacher(
+    cluster: Any,
+) -> None:
+    second, third = [cluster.add_node(**GPUS) for _ in range(2)]
+    bundles = await reserve(config(wait_s=BOUND_S), print)
+    lines: list[str] = []
+    waits = Waits(lines.append)
+    placement = Placement(bundles, (), lines.append, waits, gpu_nodes, names)
+    placed = bundles.asked()
+    trainers = placed[next(unit for unit in bundles.units if unit.pool == "train")]
+    lost = second if trainers == second.node_id else third
+    cluster.remove_node(lost, allow_graceful=False)
+    async with asyncio.timeout(2 * BOUND_S):
+        while {names(u) for u, at in bundles.asked().items() if at} != {"trainer", "teacher t/0"}:
+            await placement.look(changed=True)
+            await asyncio.sleep(0.5)
+    placement.close()
+    assert any(line.startswith("cluster: GPUs are missing for") for line in lines)

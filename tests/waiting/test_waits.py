@@ -1,0 +1,67 @@
+"""What is waited for is said every ten seconds, in one line, until nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+
+from async_opd.waiting.waits import EVERY_S, MAX_NAMED, Waits
+from tests.timers import ManualTimer
+
+
+class World:
+    """Waits whose time passes when told to, and their lines."""
+
+    def __init__(self) -> None:
+        self.timer = ManualTimer()
+        self.lines: list[str] = []
+        self.waits = Waits(self.lines.append, self.timer, lambda: self.timer.now)
+
+    async def advance(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+        self.timer.advance(seconds)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+async def test_a_line_names_what_is_waited_for_since_when_and_its_bound() -> None:
+    world = World()
+    with world.waits.on("student/0 to start", 600):
+        await world.advance(EVERY_S / 2)
+        with world.waits.on("teacher t/0 to serve again", 60, " a try"), world.waits.on("GPUs"):
+            await world.advance(EVERY_S / 2)
+    assert world.lines == [
+        "waiting for student/0 to start (10 s so far, at most 600 s); "
+        "teacher t/0 to serve again (5 s so far, at most 60 s a try); GPUs (5 s so far, no bound)"
+    ]
+
+
+async def test_a_long_wait_has_a_line_every_ten_seconds() -> None:
+    world = World()
+    with world.waits.on("GPUs"):
+        for _ in range(3):
+            await world.advance(EVERY_S)
+    assert [line.split("(")[1].split()[0] for line in world.lines] == ["10", "20", "30"]
+
+
+async def test_nothing_is_said_once_nothing_is_waited_for() -> None:
+    world = World()
+    with world.waits.on("GPUs"):
+        await world.advance(EVERY_S / 2)
+    await world.advance(10 * EVERY_S)
+    assert (world.lines, world.timer.due) == ([], [])
+    with world.waits.on("GPUs"):
+        await world.advance(EVERY_S)
+    assert len(world.lines) == 1
+
+
+async def test_a_line_names_the_oldest_waits_and_counts_the_others() -> None:
+    world = World()
+    entered = [world.waits.on(f"student/{index} to start") for index in range(MAX_NAMED + 5)]
+    for one in entered:
+        one.__enter__()
+    await world.advance(EVERY_S)
+    for one in entered:
+        one.__exit__(None, None, None)
+    assert world.lines[0].endswith("; 5 others")
+    assert f"student/{MAX_NAMED - 1} " in world.lines[0]
+    assert f"student/{MAX_NAMED} " not in world.lines[0]
