@@ -13,6 +13,7 @@ from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
 from async_opd.files.lines import whole_lines
 from async_opd.observability.run_log import DEAD_LETTERS, RunLog
+from async_opd.waiting.waits import Waits
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Job:
     def message(self, text: str) -> None:
         """See RunLog.message."""
         self.log.message(text)
+
+    @cached_property
+    def waits(self) -> Waits:
+        """Names what the driver waits for, in the log."""
+        return Waits(self.message)
 
     @cached_property
     def store(self) -> Checkpoints:

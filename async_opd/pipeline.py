@@ -45,9 +45,10 @@ from async_opd.grading.evaluation_schedule import Evaluations
 from async_opd.observability.activity import admitted, traced
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
-from async_opd.observability.stall import StallDetector, teachers_s
+from async_opd.observability.stall import NO_TOKEN, StallDetector, teachers_s
 from async_opd.observability.trace_events import ADMISSION
 from async_opd.waiting.race import endless
+from async_opd.waiting.waits import Waits
 
 Result = TypeVar("Result")
 
@@ -72,6 +73,8 @@ class Pipeline:
     cold_start: ColdStart | None = None
     lr_factor: float = 1.0
     """Factor of all learning rates, below 1 after the guardrail's rollbacks."""
+    waits: Waits | None = None
+    """Names what the pipeline waits for; by default it has one of its own."""
 
     def __post_init__(self) -> None:
         """Makes the run state, the schedule of evaluations, and the metering."""
@@ -89,7 +92,9 @@ class Pipeline:
         self._unlogged: list[StepReport] = []
         self._coroutines = asyncio.TaskGroup()
         evaluated = 0 if self.evaluation is None else self.evaluation.requests
-        self._bounded = StallDetector(self.config, self.stages, self.metering, evaluated).within
+        self._waits = self.waits or Waits(self.log.message)
+        stall = StallDetector(self.config, self.stages, self.metering, self._waits, evaluated)
+        self._bounded = stall.within
         self.evaluations = EvaluationRuns(
             self.evaluation,
             self.schedule,
@@ -129,7 +134,8 @@ class Pipeline:
                 loops.append(coroutines.create_task(self._requeue_stale()))
                 loops.append(coroutines.create_task(self._replace()))
                 await self._train()
-                await self.evaluations.finished()
+                with self._waits.on("the evaluation", self.config.timeouts.stall_s, NO_TOKEN):
+                    await self.evaluations.finished()
                 if self.schedule.is_last_missing:
                     await self.evaluations.measure("eval", self.config.train.steps)
                 if self.checkpointer is not None:
@@ -198,7 +204,7 @@ class Pipeline:
         restoring = self.stages.trainer.restore(str(start.folder))
         finished = await self._bounded("the trainer's restart", restoring, self.state_s)
         self._restored = True
-        await self.stages.sync.snapshot(start.cut.version, again=True)
+        await self._snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         # The queue may have the only copy of scored samples (Batcher.hold). After its death all in
         # flight is issued: here, or by ``_reissue`` once ``_issued`` is set, with no await between.
@@ -223,7 +229,7 @@ class Pipeline:
             if self.checkpointer is not None:
                 await self._take_checkpoint(self.checkpointer)
         if self.pushes_first or self.cold_start is not None:
-            await self.stages.sync.snapshot(0, again=True)
+            await self._snapshot(0, again=True)
             await self._bounded("the first weight sync", self.stages.sync.push())
 
     async def _admit(self) -> None:
@@ -296,16 +302,16 @@ class Pipeline:
                 with self.metering.timed("sync/trainer_wait_s"):
                     await self._wait_for_push()
                     version = self.run_state.admission.version + 1
-                    await self.stages.sync.snapshot(version)
+                    await self._snapshot(version)
                 self._pushing = self._coroutines.create_task(self._push())
             if metering is not None:
-                await metering  # of the step before: it ran beside this one
+                await self._metered(metering)  # of the step before: it ran beside this one
             metering = self._coroutines.create_task(self._meter(report))
             if synced:
                 await self._checkpoint(version, metering)
         await self._wait_for_push()
         if metering is not None:
-            await metering
+            await self._metered(metering)
 
     async def _checkpoint(self, version: int, metering: asyncio.Task[None]) -> None:
         """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
@@ -321,7 +327,7 @@ class Pipeline:
         if wanted:
             await self._settled(self.checkpointer)
         if wanted or (every and version % every == 0):
-            await metering
+            await self._metered(metering)
             await self._take_checkpoint(self.checkpointer)
 
     async def _take_checkpoint(self, checkpointer: Checkpointer) -> None:
@@ -329,6 +335,15 @@ class Pipeline:
 
     async def _settled(self, checkpointer: Checkpointer) -> None:
         await self._bounded("the checkpoint before", checkpointer.settled(), self.state_s)
+
+    async def _snapshot(self, version: int, again: bool = False) -> None:
+        """The trainer's weights ──► a snapshot; on GPUs that engines share, in its turn."""
+        config, what = self.config, "the snapshot of the trainer's weights"
+        bound_s, until = config.sync.timeout_s, ""
+        if config.rollout.host is not None:
+            bound_s, until = config.timeouts.stall_s, NO_TOKEN
+        with self._waits.on(what, bound_s, until):
+            await self.stages.sync.snapshot(version, again)
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then admission has the new version's budget."""
@@ -351,6 +366,11 @@ class Pipeline:
         """``_bounded``, with a span of the trace."""
         with traced(self.log, "evaluation", what):
             return await self._bounded(what, work, least_s, endless)
+
+    async def _metered(self, metering: asyncio.Task[None]) -> None:
+        """Waits for the row of a step, which has the reports of the pools."""
+        with self._waits.on("the reports of the pools", self.config.timeouts.request_s):
+            await metering
 
     async def _meter(self, report: StepReport) -> None:
         last = report.step == self.config.train.steps

@@ -40,6 +40,8 @@ from async_opd.pictures.recorded_prompts import RecordedPrompts
 from async_opd.pipeline import Pipeline
 from async_opd.waiting.race import in_thread
 
+FIRST_PROMPTS = "the first prompts"
+"""What a pipeline reads when it is made, which lasts far into a streamed source."""
 THUMBNAILS_S = 5.0
 """Seconds that the end of the training waits for thumbnails that are being written."""
 
@@ -55,6 +57,7 @@ class Training:
     def __post_init__(self) -> None:
         """Makes the first pipeline; see ``_pipeline``."""
         job = self.job
+        self._waits = job.waits
         folder = job.run_dir / EVALS
         most = int(job.config.log.thumbnails_mib * (1 << 20))
         self._thumbnails = Thumbnails(job.run_dir / MEDIA, most)
@@ -113,7 +116,9 @@ class Training:
         job.message(f"rollback {count} of at most {config.max_roll_backs}")
         if job.mirror is not None:
             bound_s = job.config.supervision.timeout_s
-            if warning := await asyncio.to_thread(job.mirror.roll_back, bound_s):
+            with self._waits.on("the mirror's note of the rollback", bound_s):
+                warning = await asyncio.to_thread(job.mirror.roll_back, bound_s)
+            if warning:
                 job.log.message(warning, "warning")
         await asyncio.to_thread(job.store.roll_back, error.step - config.window)
         await self._rewind(error)
@@ -153,6 +158,7 @@ class Training:
             max(evaluated, default=-1),
             cold_start_of(job, self.text),
             self._lr_factor(),
+            self._waits,
         )
         prompts.read_ahead()
         return made
@@ -170,7 +176,8 @@ class Training:
         bound = self.job.config.supervision.timeout_s
         try:
             async with asyncio.timeout(bound):
-                await self._checkpointer.settled()
+                with self._waits.on("the checkpoint before", bound):
+                    await self._checkpointer.settled()
         except TimeoutError:
             message = f"a checkpoint that was not written within {bound:g} s is abandoned"
             self.job.message(message)
@@ -182,7 +189,8 @@ class Training:
         self.pipeline.rewound = True
         await self._settle()
         notes: list[str] = []
-        start = await asyncio.to_thread(job.store.newest, notes.append)
+        with self._waits.on("the newest checkpoint, which is compared with its manifest"):
+            start = await asyncio.to_thread(job.store.newest, notes.append)
         for note in notes:
             job.message(note)
         await self.stages.rewind(error)
@@ -191,7 +199,8 @@ class Training:
         job.log.rewind(await in_thread(cut_files, job.run_dir, cut))
         job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
         self.job = replace(job, start=start)
-        self.pipeline = await asyncio.to_thread(self._pipeline, again=True)
+        with self._waits.on(FIRST_PROMPTS):
+            self.pipeline = await asyncio.to_thread(self._pipeline, again=True)
         job.message(
             f"the trainer is restarted; the run goes on after step {cut.step if cut else 0}"
         )

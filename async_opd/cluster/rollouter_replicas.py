@@ -72,13 +72,15 @@ class RollouterActor(SingletonActor):
         """
         remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
         bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
-        with actor_factory.waits.on("the sync group of the replicas", bound):
+        waits = actor_factory.waits
+        with waits.on("the replicas of the student", actor_factory.config.timeouts.request_s):
             workers = await gather_or_cancel(*(student.ready() for student in students))
         replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
         rollouter = cls(remote, actor_factory, replicas, *stages)
-        await rollouter.build()
+        with waits.on(f"{remote.name} to start", bound):
+            await rollouter.build()
         actor_factory.stages.append(remote)
-        with actor_factory.waits.on("the sync group of the replicas", bound):
+        with waits.on("the sync group of the replicas", bound):
             connecting = rollouter.proxy.connect()
             what = "connecting the sync group"
             await Deadline(remote.name).within(bound, what, connecting, remedy)

@@ -1,4 +1,4 @@
-"""Lines of ``run.log`` about everything that is waited for: one every 10 s for all of it.
+"""Lines of ``run.log`` about everything that a process waits for: one every 10 s for all of it.
 
 with waits.on("student/0", 600.0): …  ──┐
 with waits.on("trainer", 600.0): …    ──┴── every EVERY_S ──► waiting for student/0 (20 s so …
