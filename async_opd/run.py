@@ -8,6 +8,7 @@ With ``resume`` the run continues after the newest complete checkpoint.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -188,10 +189,20 @@ async def _run(job: Job) -> int:
     try:
         await work
     except (asyncio.CancelledError, Exception) as error:
-        return outcome.finish(error)
+        code = outcome.finish(error)
+        if isinstance(error, HeadLost):
+            _leave(code)
+        return code
     finally:
         signals.over()
     return COMPLETED if log.finish("completed") == "completed" else FAILED
+
+
+def _leave(code: int) -> None:
+    """Ends this process, which Ray ends in seconds; threads of both wait for the lost head."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _distil(job: Job, outcome: _Outcome) -> None:

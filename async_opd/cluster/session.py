@@ -103,14 +103,20 @@ async def ray_session(
             lost = True
             raise
         finally:
-            try:
-                bound_s = 0 if lost else config.timeouts.shutdown_s
-                async with asyncio.timeout(bound_s):
-                    with waits.on("Ray to end", bound_s):
-                        await _in_a_daemon(ray.shutdown)
-            except TimeoutError:  # a joined cluster ends the processes of a run itself
-                if ours is not None:
-                    await asyncio.to_thread(ours.kill_all)
+            left = not lost and await _shut_down(config.timeouts.shutdown_s, waits)
+            if not left and ours is not None:  # a joined cluster ends the run's processes itself
+                await asyncio.to_thread(ours.kill_all)
+
+
+async def _shut_down(bound_s: float, waits: Waits) -> bool:
+    """Leaves the cluster; False if Ray does not end within the bound."""
+    try:
+        with waits.on("Ray to end", bound_s):
+            async with asyncio.timeout(bound_s):
+                await _in_a_daemon(ray.shutdown)
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _started(
