@@ -35,7 +35,7 @@ from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.media.engine_prompts import EnginePrompt
-from async_opd.models.engine_args import fitted, sleep_level
+from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.models.processor import prompts_of
 from async_opd.observability.activity import Activity
 from async_opd.observability.trace_events import GRADE
@@ -78,9 +78,9 @@ class StudentReplica:
     ) -> None:
         register()
         self._transport = transport(spec.transfer_backend)
-        memory = current_platform.get_device_total_memory
+        reported = current_platform.get_device_total_memory
         args = AsyncEngineArgs(
-            **fitted(with_seats(spec.kwargs), spec.beside, memory),
+            **fitted(with_seats(spec.kwargs), spec.beside, lambda: smallest_gpu() or reported()),
             worker_extension_cls=EXTENSION,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             logprobs_mode="processed_logprobs",

@@ -19,7 +19,7 @@ from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.media.cache import MediaCache, with_images
-from async_opd.models.engine_args import fitted, sleep_level
+from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.processes.engine_workers import on_workers
 from async_opd.waiting.race import gather_or_cancel
 from teachers.meter import ScoringMeter
@@ -33,7 +33,8 @@ class TeacherReplica:
     def __init__(self, spec: TeacherEngineSpec, media: MediaCache | None = None) -> None:
         self._spec = spec
         worker = {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
-        kwargs = fitted(spec.kwargs, spec.beside, current_platform.get_device_total_memory)
+        reported = current_platform.get_device_total_memory
+        kwargs = fitted(spec.kwargs, spec.beside, lambda: smallest_gpu() or reported())
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs | worker))
         self._media = media
         self._scoring = RequestScoring(spec, self._engine, media)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -61,20 +61,27 @@ def utilization(
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of a GPU that torch's tensors had: now, and most since the last reading."""
+    """Bytes of a GPU that torch's tensors had: now, and most since the last reading.
+
+    ``outside``: bytes in use that torch has not taken: CUDA's context, communicators of NCCL, and
+    all of other processes.
+    """
 
     now: int
     peak: int
+    outside: int
 
 
 def memory_use(device: torch.device) -> MemoryUse | None:
-    """Reads the device's memory and starts a new peak; None on a CPU.
-
-    Tensors only: not what torch caches, nor what NCCL and other processes have.
-    """
+    """Reads the device's memory and starts a new peak; None on a CPU."""
     if device.type != "cuda":
         return None
-    used = MemoryUse(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    free, total = torch.cuda.mem_get_info(device)
+    used = MemoryUse(
+        torch.cuda.memory_allocated(device),
+        torch.cuda.max_memory_allocated(device),
+        total - free - torch.cuda.memory_reserved(device),
+    )
     torch.cuda.reset_peak_memory_stats(device)
     return used
 
@@ -84,7 +91,7 @@ def memory_metrics(uses: Sequence[MemoryUse | None]) -> dict[str, float]:
     known = {rank: use for rank, use in enumerate(uses) if use is not None}
     if not known:
         return {}
-    most = MemoryUse(max(u.now for u in known.values()), max(u.peak for u in known.values()))
+    most = MemoryUse(*map(max, zip(*map(astuple, known.values()), strict=True)))
     named = {"train": most}
     if len(uses) > 1:
         named |= {f"train/rank/{rank}": use for rank, use in known.items()}
@@ -94,5 +101,6 @@ def memory_metrics(uses: Sequence[MemoryUse | None]) -> dict[str, float]:
         for key, value in (
             (f"{prefix}/gpu_memory_gib", use.now),
             (f"{prefix}/gpu_memory_peak_gib", use.peak),
+            (f"{prefix}/gpu_memory_outside_gib", use.outside),
         )
     }

@@ -2,12 +2,13 @@
 
     ┌──────────── a GPU ────────────┐
     │ what works now                │  an engine: gpu_memory_utilization · total
-    │ its CUDA context              │
-    │ all others on this GPU, asleep│  engines: ASLEEP each; a trainer: weights and optimizer
+    │ what it has outside of that   │  CUDA context, communicators, loads of weights
+    │ all others on this GPU, asleep│  engines: contexts, graphs; a trainer: weights, optimizer
     └───────────────────────────────┘
 
 A trainer whose rollout engines are on its GPUs is offloaded while they work: it keeps its context,
-and the heads of teachers. One process of each works at a time (``teachers.time_sharing``).
+its communicators, and the heads of teachers. One process of each works at a time
+(``teachers.time_sharing``).
 ``async_opd.memory`` has the bytes; those of contexts and sleeping engines are bounds. vLLM compares
 an engine's share with the memory that is free when it starts
 (``vllm.v1.worker.utils.request_memory``), and fills it with KV cache.
@@ -22,25 +23,37 @@ from typing import Any
 from async_opd.checks.gpu_plan import table
 from async_opd.checks.resources import guests_of, pools, section_of
 from async_opd.config.run_config import RunConfig
-from async_opd.memory.pools import CONTEXT, GIB, Machine, Sizes, memory_of, resting
+from async_opd.memory.pools import (
+    COMMUNICATOR,
+    GIB,
+    Machine,
+    Sizes,
+    communicators,
+    memory_of,
+    outside,
+    resting,
+)
 from async_opd.models.engine_args import share_left
 from async_opd.models.model_size import ModelSize
 
 ASLEEP = 2 * GIB
-"""Bytes of an engine at sleep level 1: its weights, its CUDA graphs' buffers and its KV cache are
-gone from the GPU (``CuMemBackend.suspend``); its context and the graphs themselves stay."""
+"""Bytes of an engine at sleep level 1 beside its communicators: its weights, its CUDA graphs'
+buffers and its KV cache are gone from the GPU (``CuMemBackend.suspend``); its context and the
+graphs themselves stay."""
 
 
 @dataclass(frozen=True)
 class Tenant:
     """A pool on a GPU: ``works`` bytes at least while it works, ``rests`` while others do.
 
-    ``fixed`` is an engine's configured share, None for ``auto`` and for the trainer.
+    ``outside`` bytes of ``works`` are in no engine's share. ``fixed`` is the configured one, None
+    for ``auto`` and for the trainer.
     """
 
     name: str
     works: int
     rests: int
+    outside: int
     fixed: float | None = None
 
     @property
@@ -52,12 +65,12 @@ class Tenant:
 def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.of_weights) -> int:
     """Bytes of each of the pool's GPUs that are not its engine's to take.
 
-    They are its own context, and what all others keep there while it works.
+    They are what it has outside of its share, and what all others keep there while it works.
     """
-    host = host_of(config, pool)
-    rests = (ASLEEP for name in guests_of(config, host) if name != pool)
-    resting = 0 if host == pool else _rests(config, host, Machine("cuda", sizes=sizes))
-    return CONTEXT + resting + sum(rests)
+    machine, host = Machine("cuda", sizes=sizes), host_of(config, pool)
+    others = {host, *guests_of(config, host)} - {pool}
+    resting = sum(_rests(config, name, machine) for name in others)
+    return sum(outside(config, pool, machine).values()) + resting
 
 
 def faults(
@@ -78,12 +91,13 @@ REMEDY = "set gpu_memory_utilization to auto, take fewer teachers on these GPUs,
 
 def _fault(tenant: Tenant, total: int, rest: int) -> str:
     """Why the tenant cannot work beside ``rest`` bytes of others; empty if it can."""
-    left = share_left(total, CONTEXT + rest)
-    if tenant.fixed is not None and tenant.fixed * total > total - CONTEXT - rest:
+    left = share_left(total, tenant.outside + rest)
+    if tenant.fixed is not None and tenant.fixed * total > total - tenant.outside - rest:
         return f"found {tenant.fixed:g}, of a GPU that has at most {left:g} beside the others on it"
     taken = total - rest
     if tenant.name != "train":
-        taken = int((left if tenant.fixed is None else tenant.fixed) * total) + CONTEXT
+        taken = int((left if tenant.fixed is None else tenant.fixed) * total)
+        taken += tenant.outside
     if tenant.works > taken:
         needs, has = (f"{bytes_ / GIB:.1f}" for bytes_ in (tenant.works, max(taken, 0)))
         return f"{tenant.name} needs {needs} GiB of a GPU while it works, and gets {has}"
@@ -106,6 +120,7 @@ def _tenants(config: RunConfig, host: str, machine: Machine) -> list[Tenant]:
             name,
             sum(memory_of(config, name, machine).gpu.values()),
             _rests(config, name, machine),
+            sum(outside(config, name, machine).values()),
             None if name == "train" else share_of(config, name),
         )
         for name in (host, *guests_of(config, host))
@@ -117,13 +132,16 @@ def share_of(config: RunConfig, name: str) -> float | None:
     pool: Any = config.rollout
     if section_of(name) != "rollout":
         pool = config.teachers[name.removeprefix("teachers.")]
-    share: float | str = pool.engine.gpu_memory_utilization
+    own = pool.engine.gpu_memory_utilization
+    share: float | str = pool.engine.extra.get("gpu_memory_utilization", own)
     return None if isinstance(share, str) else share
 
 
 def _rests(config: RunConfig, name: str, machine: Machine) -> int:
     """Bytes that a pool keeps on its GPUs while others work there."""
-    return sum(resting(config, machine).values()) if name == "train" else ASLEEP
+    if name == "train":
+        return sum(resting(config, machine).values())
+    return ASLEEP + COMMUNICATOR * communicators(config, name, machine)
 
 
 def host_of(config: RunConfig, pool: str) -> str:

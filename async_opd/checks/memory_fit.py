@@ -24,7 +24,6 @@ from async_opd.memory.defaults import (
     with_recomputation,
 )
 from async_opd.memory.pools import (
-    CONTEXT,
     EVAL,
     GIB,
     LEAST,
@@ -32,6 +31,7 @@ from async_opd.memory.pools import (
     PoolMemory,
     cache_tokens,
     memory_of,
+    outside,
 )
 from async_opd.memory.pools import pool_memory as pools_of
 from async_opd.memory.step import Terms
@@ -121,10 +121,25 @@ def with_defaults(config: RunConfig, device: Device) -> RunConfig:
 
 
 def near(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """A note if a rank fits its GPU, but less than a tenth of it is left."""
+    """Notes of GPUs that hold what is planned, but only just.
+
+    A rank leaves less than a tenth of one, or an engine's configured share less than it needs
+    beside: then its start succeeds, and the first load of weights may not.
+    """
     terms, total = memory_of(config, "train", machine).gpu, machine.total or 0
     if NEAR * total < sum(terms.values()) <= total and not guests_of(config, "train"):
         yield f"train: a rank needs {_needs(terms)}; its GPU has {in_gib(total)}"
+    for pool in pools(config):
+        alone = not (pool.shares or guests_of(config, pool.name))
+        if pool.name in ("train", EVAL) or not (pool.gpus and alone):
+            continue
+        share, terms = share_of(config, pool.name), outside(config, pool.name, machine)
+        if share is not None and sum(terms.values()) > total - int(share * total):
+            left = in_gib(total - int(share * total))
+            yield (
+                f"{pool.name}.engine.gpu_memory_utilization: {share:g} of its GPU leaves {left}, "
+                f"and outside of its share an engine needs {_needs(terms)}"
+            )
 
 
 def fewest_ranks(config: RunConfig, machine: Machine) -> int | None:
@@ -319,13 +334,13 @@ def _with(config: RunConfig, name: str, changes: dict[str, Any]) -> RunConfig:
 
 
 def _room(config: RunConfig, name: str, machine: Machine) -> int:
-    """Bytes of a GPU of known size that a pool may take, its context included."""
+    """Bytes of a GPU of known size that a pool may take, also outside of an engine's share."""
     total = machine.total or 0
     if name == "train":
         return total
     fixed = share_of(config, name)
     share = share_left(total, beside(config, name, machine.sizes)) if fixed is None else fixed
-    return min(int(share * total) + CONTEXT, total)
+    return min(int(share * total) + sum(outside(config, name, machine).values()), total)
 
 
 def _needs(terms: Terms) -> str:

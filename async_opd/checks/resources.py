@@ -13,9 +13,8 @@ from pathlib import Path
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.memory.pools import EVAL
-from async_opd.models.engine_args import Device
+from async_opd.models.engine_args import NVIDIA_SMI_TIMEOUT_S, Device, smallest_gpu
 
-NVIDIA_SMI_TIMEOUT_S = 20
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -51,17 +50,7 @@ def gpu_bytes(config: RunConfig) -> int | None:
     """
     if config.cluster.gpu_memory_gib is not None:
         return int(config.cluster.gpu_memory_gib * (1 << 30))
-    return None if config.cluster.joins else _smallest_gpu()
-
-
-def _smallest_gpu() -> int | None:
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) << 20 for line in listed.stdout.split() if line.isdigit()]
-    return min(sizes, default=None)
+    return None if config.cluster.joins else smallest_gpu()
 
 
 def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:

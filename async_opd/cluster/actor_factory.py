@@ -88,6 +88,7 @@ class ActorFactory:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
         self.env = shared_environment(self.config.cluster, os.environ)
         self.run_dir = str(Path(self.config.run_dir or ".").absolute())  # for other processes
+        self._known_beside: dict[str, int] = {}  # by pool
 
     async def queue(self) -> QueueActor:
         """The message queue."""
@@ -140,7 +141,9 @@ class ActorFactory:
         return TeacherProxy(remote)
 
     def _beside(self, pool: str) -> int | None:
-        return beside(self.config, pool) if self.device == "cuda" else None
+        if self.device == "cuda" and pool not in self._known_beside:  # reads a model's files
+            self._known_beside[pool] = beside(self.config, pool)
+        return self._known_beside.get(pool)
 
     def _bundle(self, pool: str, index: int) -> tuple[str, int]:
         """The bundle in which an engine of a pool starts: of a guest that of its first host."""

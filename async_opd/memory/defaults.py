@@ -14,10 +14,9 @@ from async_opd.config.device_defaults import engine_sizes
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.teachers import EngineTeacher
-from async_opd.memory.pools import Machine, engine_section, step_of
+from async_opd.memory.pools import Machine, cache_bytes_of_layer, engine_section, step_of
 from async_opd.memory.step import peak
 from async_opd.models.chat_template import read_json
-from async_opd.models.engine_args import engine_dtype
 from async_opd.models.model_files import sees
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import text_settings
@@ -94,15 +93,11 @@ def cache_bytes(config: RunConfig, name: str, machine: Machine) -> tuple[int, in
     attention keep nothing. 0 tokens if the length is not known.
     """
     pool, model = engine_section(config, name)
-    size, settings = machine.sizes(model), _settings(model)
+    settings = _settings(model)
     tokens = max_model_len(pool.engine) or Positions.of(settings, None).longest or 0
-    if str(pool.engine.extra.get("kv_cache_dtype", "auto")).startswith("fp8"):
-        itemsize = 1
-    else:
-        itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
-    width = max(size.key // pool.tensor_parallel, size.query // size.heads)
     step = engine_sizes(pool.engine, machine.device).max_num_batched_tokens
-    return tokens, 2 * itemsize * width * sum(_kept(settings, size.layers, tokens, step))
+    kept = sum(_kept(settings, machine.sizes(model).layers, tokens, step))
+    return tokens, kept * cache_bytes_of_layer(config, name, machine)
 
 
 def _kept(settings: dict[str, Any], layers: int, tokens: int, step: int) -> Iterator[int]:

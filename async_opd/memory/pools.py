@@ -17,20 +17,22 @@ from async_opd.config.sections.loss import score_kind
 from async_opd.config.sections.rollout import RolloutConfig
 from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.media.engine_prompts import KEPT_BYTES
+from async_opd.memory.reload import reload_bytes
 from async_opd.memory.step import Step, Terms, peak, states
 from async_opd.models.adapted import trained_entries
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.model_files import sees
-from async_opd.models.model_size import ModelSize
+from async_opd.models.model_size import ModelSize, power_of_two
 from async_opd.models.moments import moment_bytes
 
 EVAL = "eval"
 """The pool of engines that only evaluate: the student's, as in ``rollout``."""
 GIB = 1 << 30
 CONTEXT = GIB
-"""Bytes of a process that no allocator counts: CUDA context, loaded kernels, communicators of NCCL,
-cuBLAS's buffers. A bound. vLLM's own is not in its share: it exists before vLLM looks at the free
-memory."""
+"""Bytes of a process that no allocator counts: CUDA context, loaded kernels, cuBLAS's buffers. A
+bound. vLLM's own is not in its share: it exists before vLLM looks at the free memory."""
+COMMUNICATOR = GIB // 2
+"""Bytes of one communicator of NCCL, which no allocator counts either. A bound."""
 LEAST = GIB
 """Bytes of KV cache and activations without which an engine is of no use. A bound."""
 SAMPLE = (4096, 256)
@@ -148,7 +150,7 @@ def _row_tokens(config: RunConfig, device: Device) -> int:
 
 def resting(config: RunConfig, machine: Machine) -> Terms:
     """What a rank keeps on its GPU between two steps; beside colocated engines it is offloaded."""
-    kept = _heads(config, machine) | {"CUDA context": CONTEXT}
+    kept = _heads(config, machine) | outside(config, "train", machine)
     if config.rollout.host == "train":
         return kept
     step = step_of(config, machine)
@@ -162,6 +164,16 @@ def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
         return (step.trained or 0) * 4
     sent = replace(step.size, floats=step.size.floats - step.still)
     return sent.engine_bytes(engine_dtype(config.rollout.engine, device))
+
+
+def _pinned(config: RunConfig, size: ModelSize, nbytes: int) -> int:
+    """Host memory of a snapshot: pinned chunks and larger tensors, up to powers of two each."""
+    chunk = config.sync.chunk_mib << 20
+    itemsize = 4 if engine_dtype(config.rollout.engine, "cuda") == "float32" else 2
+    large = {itemsize * n: count for n, count in size.numels if itemsize * n > chunk}
+    rest = max(nbytes - sum(n * count for n, count in large.items()), 0)
+    large_ = sum(power_of_two(n) * count for n, count in large.items())
+    return large_ + rest * power_of_two(chunk) // chunk
 
 
 def _received(config: RunConfig, machine: Machine) -> Terms:
@@ -225,15 +237,25 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
     host = {"process": RANK_PROCESS, "checkpoint": copied}
     if sees(config.student.model):
         host["image cache"] = config.data.image_cache_mib << 20
-    first = {"snapshot": _snapshot(config, step, machine.device)}
+    sent = _snapshot(config, step, machine.device)
+    first = {"snapshot": sent}
     if config.sync_backend == "shared_memory":
-        first["shared weights"] = first["snapshot"]
-    away = ON_HOST["parameters"] if config.rollout.host == "train" else step.on_host
-    if machine.device == "cuda":
-        host |= {term: nbytes for term, nbytes in state.items() if term in away}
+        first["shared weights"] = sent
     if machine.device == "cpu":
         return PoolMemory("train", ranks, {}, terms | host, first)
-    return PoolMemory("train", ranks, terms | {"CUDA context": CONTEXT}, host, first)
+    first["snapshot"] = _pinned(config, step.size, sent)
+    away, exact = step.on_host, frozenset[str]()
+    if config.rollout.host == "train":  # between two steps: there are no gradients
+        away = frozenset({"parameters", "moments"})
+    elif config.train.offload == "parameters":
+        exact = frozenset({"moments"})
+    factor = step.size.pinned(ranks // step.copies)
+    host |= {
+        term: nbytes if term in exact else int(nbytes * factor)
+        for term, nbytes in state.items()
+        if term in away
+    }
+    return PoolMemory("train", ranks, terms | outside(config, "train", machine), host, first)
 
 
 def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
@@ -252,11 +274,55 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
     if machine.device == "cpu":
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
         return PoolMemory(name, pool.replicas, {}, host)
-    terms = {"weights": weights // parallel, "least KV cache": LEAST, "CUDA context": CONTEXT}
+    terms = {"weights": weights // parallel, "least KV cache": LEAST}
+    terms |= outside(config, name, machine)
     hosts = {teacher.host for teacher in config.teachers.values()}
     if pool.host is not None or name in hosts:
-        host["weights asleep"] = weights // parallel
+        host["weights asleep"] = int(weights * machine.sizes(model).pinned(parallel)) // parallel
     return PoolMemory(name, pool.replicas * parallel, terms, host)
+
+
+def outside(config: RunConfig, name: str, machine: Machine) -> Terms:
+    """What a process has on its GPU beside its tensors; of an engine, beside its share."""
+    found = {"CUDA context": CONTEXT}
+    if several := communicators(config, name, machine):
+        found["NCCL communicators"] = COMMUNICATOR * several
+    if name != "train" and (load := _load(config, name, machine)):
+        found["weight load"] = load
+    return found
+
+
+def communicators(config: RunConfig, name: str, machine: Machine) -> int:
+    """The most communicators of NCCL that a process of a pool on GPUs has.
+
+    Of all ranks, of the copies and of the shards, and of those that share rows; of an engine's
+    workers, and once more for experts. One for each group of a weight sync: rank 0 has all of them,
+    and each replica that only evaluates is a group.
+    """
+    synced = config.sync_backend in ("auto", "nccl")
+    if name == "train":
+        train = config.train
+        groups = (config.rollout.replicas if config.sync.rolling else 1) + config.eval.replicas
+        among = 1 + 2 * (train.replicate > 1) + (train.context_parallel > 1)
+        return among * (train.ranks > 1) + groups * synced
+    pool, model = engine_section(config, name)
+    workers = 1 + (machine.sizes(model).experts > 0)
+    return workers * (pool.tensor_parallel > 1) + (synced and name in ("rollout", EVAL))
+
+
+def _load(config: RunConfig, name: str, machine: Machine) -> int:
+    """Bytes of a load of new weights: of the student's engines, and of teachers that follow it."""
+    pool, model = engine_section(config, name)
+    size, dtype = machine.sizes(model), engine_dtype(pool.engine, machine.device)
+    itemsize, on_gpu = (4 if dtype == "float32" else 2), config.sync_backend in ("auto", "nccl")
+    if name not in ("rollout", EVAL):
+        loads = name.removeprefix("teachers.") in config.refreshes
+        return reload_bytes(size, itemsize, pool.tensor_parallel, None) if loads else 0
+    lora = config.train.lora
+    if lora is not None and lora.sync == "adapter":  # buffers, and their tensors
+        return 2 * _snapshot(config, step_of(config, machine), machine.device) if on_gpu else 0
+    chunk = config.sync.chunk_mib << 20 if on_gpu else None
+    return reload_bytes(size, itemsize, pool.tensor_parallel, chunk)
 
 
 def engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | EngineTeacher, str]:
@@ -273,8 +339,17 @@ def engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | Engine
 
 def cache_tokens(config: RunConfig, name: str, machine: Machine, nbytes: int) -> int:
     """Tokens whose keys and values fit into ``nbytes`` on each GPU of an engine."""
+    each = machine.sizes(engine_section(config, name)[1]).layers * cache_bytes_of_layer(
+        config, name, machine
+    )
+    return nbytes // max(each, 1)
+
+
+def cache_bytes_of_layer(config: RunConfig, name: str, machine: Machine) -> int:
+    """Bytes of a token's keys and values in one layer, on each GPU of an engine."""
     pool, model = engine_section(config, name)
     size = machine.sizes(model)
     itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
-    width = max(size.key // pool.tensor_parallel, size.query // size.heads)
-    return nbytes // max(2 * itemsize * size.layers * width, 1)
+    if str(pool.engine.extra.get("kv_cache_dtype", "auto")).startswith("fp8"):
+        itemsize = 1
+    return 2 * itemsize * max(size.key // pool.tensor_parallel, size.query // size.heads)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ Device = Literal["cpu", "cuda"]
 CPU_BLOCK_SIZE = 32
 MOST = 0.9
 """Largest share of a GPU's memory that ``auto`` gives an engine."""
+NVIDIA_SMI_TIMEOUT_S = 20
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of a local run's processes: gloo and NCCL listen on the loopback interface."""
 
@@ -114,6 +116,25 @@ def share_left(total: int, beside: int) -> float:
     In whole per cent, rounded down; 0 if nothing is left.
     """
     return min(MOST, max(0, 100 * (total - beside) // total) / 100)
+
+
+def smallest_gpu() -> int | None:
+    """Bytes of this machine's smallest GPU that processes can have; None if that is not known.
+
+    What nvidia-smi and NVML call the total contains what the driver reserves for itself: of an
+    H100 of 80 GB about 0.5 GiB. CUDA's total, of which vLLM takes an engine's share, does not.
+    """
+    query = ["nvidia-smi", "--query-gpu=memory.total,memory.reserved"]
+    query.append("--format=csv,noheader,nounits")
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    pairs = [line.split(", ") for line in listed.stdout.splitlines()]
+    known = [
+        [int(mib) if mib.isdigit() else 0 for mib in pair] for pair in pairs if pair[0].isdigit()
+    ]
+    return min((total - sum(reserved) << 20 for total, *reserved in known), default=None)
 
 
 def fitted(kwargs: dict[str, Any], beside: int | None, total: Callable[[], int]) -> dict[str, Any]:

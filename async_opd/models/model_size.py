@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +111,7 @@ class ModelSize:
     ``query_norms``: queries and keys are normalized too. ``gated``: the feed-forward part has two
     input matrices. ``active`` of ``experts`` compute a token; both 0 without a mixture.
     ``recomputable``: transformers can recompute the layers. ``tower``: what sees, if anything does.
+    ``numels``: entries of a tensor, and the number of such tensors.
     """
 
     floats: int
@@ -130,6 +131,7 @@ class ModelSize:
     active: int = 0
     recomputable: bool = True
     tower: Tower | None = None
+    numels: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def read(cls, model: str | Path) -> ModelSize:
@@ -159,6 +161,7 @@ class ModelSize:
             for _, shape, kind in tensors
             if kind not in FLOATS
         )
+        numels = Counter(math.prod(shape) for _, shape, _ in tensors)
         seeing = [one for one in tensors if SEES.search(one[0])]
         tensors = [one for one in tensors if not SEES.search(one[0])]
         first = {FIRST_LAYER.split(name)[-1] for name, *_ in tensors if FIRST_LAYER.search(name)}
@@ -192,6 +195,7 @@ class ModelSize:
             active=_number(given, "num_experts_per_tok") if experts else 0,
             recomputable=given.get("model_type") not in NOT_RECOMPUTED,
             tower=Tower.of(config, seeing),
+            numels=tuple(numels.items()),
         )
 
     @property
@@ -205,6 +209,15 @@ class ModelSize:
         """Whether embedding and head are one matrix."""
         return self.embeddings <= self.vocabulary
 
+    def pinned(self, shards: int = 1) -> float:
+        """Factor of the host memory of a shard of each tensor that torch pins one by one.
+
+        It rounds every allocation up to a power of two.
+        """
+        parts = [(-(-numel // shards), count) for numel, count in self.numels]
+        exact = sum(part * count for part, count in parts)
+        return sum(power_of_two(part) * count for part, count in parts) / exact if exact else 1.0
+
     def head_bytes(self, dtype: str) -> int:
         """Bytes of the head's weight in ``dtype``."""
         return self.vocabulary * self.hidden * (4 if dtype == "float32" else 2)
@@ -212,6 +225,11 @@ class ModelSize:
     def engine_bytes(self, dtype: str) -> int:
         """Bytes of its weights in an engine that computes in ``dtype``."""
         return self.floats * (4 if dtype == "float32" else 2) + self.others
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def _entries(tensors: Iterable[Tensor]) -> int:

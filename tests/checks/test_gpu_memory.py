@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.gpu_memory import ASLEEP, CONTEXT, GIB, beside, faults
+from async_opd.checks.gpu_memory import ASLEEP, GIB, beside, faults
 from async_opd.config.run_config import RunConfig
+from async_opd.memory.pools import COMMUNICATOR, CONTEXT, Machine, outside
 from async_opd.models.engine_args import share_left
 from async_opd.models.model_size import ModelSize
 
@@ -36,6 +37,11 @@ def guest(model: str, host: str = "rollout", share: Any = "auto", **settings: An
     return {"model": model, "placement": "colocated", "with": host, "engine": engine, **settings}
 
 
+def own(made: RunConfig, pool: str) -> int:
+    """Bytes of an engine's or rank's GPU that are not of its tensors, nor in its share."""
+    return sum(outside(made, pool, Machine("cuda", sizes=sizes)).values())
+
+
 def share(made: RunConfig, pool: str) -> float:
     return share_left(H100, beside(made, pool, sizes))
 
@@ -49,15 +55,17 @@ def test_a_gpus_context_and_the_others_that_sleep_there_are_not_an_engines_to_ta
     pool: str,
 ) -> None:
     made = config(a=guest("8"), b=guest("8"), c={"model": "8"})
-    assert beside(made, pool, sizes) == CONTEXT + 2 * ASLEEP
+    synced = COMMUNICATOR if pool != "rollout" else 0  # that of the student's engines
+    assert beside(made, pool, sizes) == own(made, pool) + 2 * ASLEEP + synced
 
 
 def test_a_teacher_beside_the_trainer_gets_what_weights_and_optimizer_leave() -> None:
     made = config("2", a=guest("4", "train"))
-    trainer = CONTEXT + 12 * 2 * BILLION
+    trainer = CONTEXT + COMMUNICATOR + 12 * 2 * BILLION
     assert beside(made, "teachers.a", sizes) == CONTEXT + trainer
-    assert share(made, "teachers.a") == pytest.approx((H100 - 2 * CONTEXT - 24e9) / H100, abs=0.01)
-    assert beside(made, "rollout", sizes) == CONTEXT
+    left = H100 - 2 * CONTEXT - COMMUNICATOR - 24e9
+    assert share(made, "teachers.a") == pytest.approx(left / H100, abs=0.01)
+    assert beside(made, "rollout", sizes) == own(made, "rollout")
 
 
 def colocated(**teachers: Any) -> RunConfig:
@@ -66,14 +74,17 @@ def colocated(**teachers: Any) -> RunConfig:
     return RunConfig.model_validate(settings)
 
 
-def test_an_engine_beside_an_offloaded_trainer_gets_all_but_two_contexts() -> None:
-    assert beside(colocated(a={"model": "8"}), "rollout", sizes) == 2 * CONTEXT
+def test_an_offloaded_trainer_leaves_an_engine_all_but_its_context_and_communicator() -> None:
+    made = colocated(a={"model": "8"})
+    rests = CONTEXT + COMMUNICATOR  # of two ranks
+    assert beside(made, "rollout", sizes) == own(made, "rollout") + rests
 
 
 def test_engine_teacher_and_trainer_on_one_gpu_leave_each_other_what_the_others_keep() -> None:
     made = colocated(a=guest("8"))
-    assert beside(made, "rollout", sizes) == 2 * CONTEXT + ASLEEP
-    assert beside(made, "teachers.a", sizes) == 2 * CONTEXT + ASLEEP
+    rests = CONTEXT + COMMUNICATOR + ASLEEP
+    assert beside(made, "rollout", sizes) == own(made, "rollout") + rests
+    assert beside(made, "teachers.a", sizes) == CONTEXT + rests
     assert list(faults(made, H100, sizes)) == []
 
 
@@ -108,7 +119,14 @@ def test_more_ranks_leave_their_teachers_more() -> None:
         beside(config("2", {"ranks": ranks}, a=guest("4", "train")), "teachers.a", sizes)
         for ranks in (1, 4)
     )
-    assert one - four == 12 * 2 * BILLION * 3 // 4
+    assert one - four == 12 * 2 * BILLION * 3 // 4 - COMMUNICATOR
+
+
+def test_a_share_among_the_engines_further_arguments_is_a_configured_one_too() -> None:
+    extra = {"gpu_memory_utilization": 0.97}
+    ((key, fault, _),) = found(config(a={**guest("8"), "engine": {"extra": extra}}))
+    assert key == "teachers.a.engine.gpu_memory_utilization"
+    assert fault.startswith("found 0.97")
 
 
 def found(made: RunConfig) -> list[tuple[str, str, str]]:
@@ -125,7 +143,7 @@ def test_a_fixed_share_beside_others_that_leave_less_is_refused_with_all_terms()
     assert fault.splitlines() == [
         "found 0.97, of a GPU that has at most 0.9 beside the others on it",
         "      GiB of the GPU's 80.0  works with  rests with  share",
-        "      rollout                       9.5         2.0   auto",
+        "      rollout                      10.7         2.5   auto",
         "      teachers.a                   16.9         2.0   0.97",
         "      teachers.b                    9.5         2.0   auto",
     ]

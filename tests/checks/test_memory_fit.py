@@ -237,6 +237,18 @@ def test_a_rank_that_nearly_fills_its_gpu_is_noted() -> None:
     assert note.startswith(f"train: a rank needs {needed} (")
 
 
+def test_a_share_that_leaves_too_little_for_a_load_of_weights_is_noted() -> None:
+    def notes(share: Any) -> list[str]:
+        return list(
+            near(config("1", rollout={"engine": {"gpu_memory_utilization": share}}), gpus(40))
+        )
+
+    assert notes("auto") == notes(0.8) == []
+    (note,) = notes(0.97)
+    assert note.startswith("rollout.engine.gpu_memory_utilization: 0.97 of its GPU leaves 1.2 GiB")
+    assert "weight load" in note
+
+
 def test_a_run_on_cpus_that_needs_more_than_the_host_has_is_refused() -> None:
     machine = Machine("cpu", 125 * GIB, sizes)
     ((key, fault, remedy),) = faults_of_memory(config("4"), machine)

@@ -59,9 +59,15 @@ def test_a_driver_that_does_not_answer_is_a_problem_and_not_a_cpu(bare: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("lines", "nbytes"), [("81559\n24564\n", 24564 << 20), ("", None), ("[N/A]\n", None)]
+    ("lines", "nbytes"),
+    [
+        ("81559, 551\n24564, 300\n", 24264 << 20),
+        ("24564, [N/A]\n", 24564 << 20),
+        ("", None),
+        ("[N/A], [N/A]\n", None),
+    ],
 )
-def test_the_memory_of_the_smallest_gpu_is_read(
+def test_the_memory_of_the_smallest_gpu_is_read_without_what_its_driver_reserves(
     bare: pytest.MonkeyPatch, lines: str, nbytes: int | None
 ) -> None:
     def listed(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.gpu_memory import ASLEEP, CONTEXT
+from async_opd.checks.gpu_memory import ASLEEP
+from async_opd.memory.pools import CONTEXT
 from async_opd.models.engine_args import MOST, share_left
 
 pytestmark = pytest.mark.slow

@@ -95,7 +95,10 @@ def test_a_bfloat16_peak_is_not_taken_for_another_precision() -> None:
 
 
 class Statistics:
-    """torch.cuda's statistics of a GPU that has 2 GiB and had 3."""
+    """torch.cuda's statistics of a GPU with 80 GiB: tensors have 2 and had 3, torch has taken 5.
+
+    70 GiB are free.
+    """
 
     def __init__(self) -> None:
         self.resets: list[torch.device] = []
@@ -103,13 +106,15 @@ class Statistics:
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2 << 30)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5 << 30)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 << 30, 80 << 30))
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.resets.append)
 
 
 def test_the_peak_of_memory_begins_anew_with_each_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     statistics = Statistics()
     statistics.patch(monkeypatch)
-    assert memory_use(CUDA) == MemoryUse(2 << 30, 3 << 30)
+    assert memory_use(CUDA) == MemoryUse(2 << 30, 3 << 30, outside=5 << 30)
     assert statistics.resets == [CUDA]
 
 
@@ -121,25 +126,32 @@ class SecondRank(SingleRank):
     def dispatch(
         self, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
-        results = {"backward": BackwardResult({}, 0.0), "apply": MemoryUse(1 << 30, 4 << 30)}
+        results = {
+            "backward": BackwardResult({}, 0.0),
+            "apply": MemoryUse(1 << 30, 4 << 30, 1 << 30),
+        }
         return lambda: [results.get(method)]
 
 
 def test_a_step_reports_the_memory_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.rank.memory_use", lambda _: MemoryUse(2 << 30, 3 << 30))
+    monkeypatch.setattr("trainer.rank.memory_use", lambda _: MemoryUse(2 << 30, 3 << 30, 2 << 30))
     found = metrics(SecondRank())
     assert {key: value for key, value in found.items() if "memory" in key} == {
         "train/gpu_memory_gib": 2.0,
         "train/gpu_memory_peak_gib": 4.0,
+        "train/gpu_memory_outside_gib": 2.0,
         "train/rank/0/gpu_memory_gib": 2.0,
         "train/rank/0/gpu_memory_peak_gib": 3.0,
+        "train/rank/0/gpu_memory_outside_gib": 2.0,
         "train/rank/1/gpu_memory_gib": 1.0,
         "train/rank/1/gpu_memory_peak_gib": 4.0,
+        "train/rank/1/gpu_memory_outside_gib": 1.0,
     }
 
 
 def test_one_rank_has_no_metrics_of_its_own() -> None:
-    assert set(memory_metrics([MemoryUse(0, 0)])) == {
+    assert set(memory_metrics([MemoryUse(0, 0, 0)])) == {
         "train/gpu_memory_gib",
         "train/gpu_memory_peak_gib",
+        "train/gpu_memory_outside_gib",
     }

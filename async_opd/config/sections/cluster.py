@@ -37,8 +37,8 @@ class ClusterConfig(Section):
     takes one with ``wait_s`` for a cluster with GPUs."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a GPU in GiB, which ``check`` and ``plan`` compare pools with (docs/memory.md). By
-    default what nvidia-smi says on this machine; a check of other machines' GPUs needs it (an H100
-    of 80 GB has 79.6)."""
+    default what nvidia-smi says on this machine, without what the driver reserves; a check of other
+    machines' GPUs needs it (an H100 of 80 GB has 79.1)."""
     interface: str | None = Field(default=None, pattern=r"^[\w.-]{1,15}$")
     """Network interface (``eth0``) on which weight sync and ranks of a joined cluster listen and
     connect; every node needs it. By default the one that has the node's address in Ray. A local run

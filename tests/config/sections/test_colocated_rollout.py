@@ -39,7 +39,9 @@ def test_nccl_is_refused_between_processes_on_one_gpu() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_weights_travel_through_host_memory_there_also_between_gpus(device: Any) -> None:
+def test_weights_travel_through_host_memory_there_also_between_gpus(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shared by all processes of one machine; a cluster that is joined may have several."""
     joined = {"address": "auto"}
     assert chosen(config(WITH_TRAIN).sync_backend, device) == "shared_memory"
@@ -47,6 +49,8 @@ def test_weights_travel_through_host_memory_there_also_between_gpus(device: Any)
     assert chosen(config({}).sync_backend, "cuda") == "nccl"
     with pytest.raises(StageError):
         chosen("nccl", "cpu")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert chosen(config(WITH_TRAIN).sync_backend, device) == "gloo"
 
 
 def test_a_teacher_on_the_same_gpus_is_a_guest_of_the_engines() -> None:

@@ -1,0 +1,171 @@
+"""What a process of a pool has on its GPU beside its tensors, and what of a host torch pins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.config.run_config import RunConfig
+from async_opd.memory.pools import (
+    COMMUNICATOR,
+    Machine,
+    PoolMemory,
+    cache_tokens,
+    communicators,
+    memory_of,
+    outside,
+)
+from async_opd.memory.reload import reload_bytes
+from async_opd.models.model_size import ModelSize, power_of_two
+from tests.checks.inputs import MODELS
+
+BILLION = 1_000_000_000
+CHUNK = 256 << 20
+SIZE = ModelSize(4 * BILLION, 0, 2560, 9728, 36, 151_936, 151_936, 4096, 1024, 32)
+SIZES = {
+    "dense": SIZE,
+    "mixture": replace(SIZE, experts=128, active=8, inner=768),
+    "large table": replace(SIZE, numels=((151_936 * 2560, 1), (100, 30))),
+}
+ON_GPUS = Machine("cuda", 80 << 30, SIZES.__getitem__)
+
+
+def config(student: str = "dense", **sections: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": student},
+            "teachers": {"a": {"model": "dense"}},
+            "data": {"train": "prompts.jsonl"},
+            **sections,
+        }
+    )
+
+
+def of(pool: str, made: RunConfig) -> int:
+    return communicators(made, pool, ON_GPUS)
+
+
+@pytest.mark.parametrize(
+    ("train", "count"),
+    [
+        ({}, 0),
+        ({"ranks": 4}, 1),
+        ({"ranks": 4, "replicate": 2}, 3),
+        ({"ranks": 4, "context_parallel": 2}, 2),
+    ],
+)
+def test_a_rank_has_a_communicator_for_each_kind_of_group_of_ranks(
+    train: dict[str, Any], count: int
+) -> None:
+    over_gloo = {"sync": {"backend": "gloo"}, "train": train}
+    assert of("train", config(**over_gloo)) == count
+    assert of("train", config(train=train)) == count + 1  # that of weight syncs
+
+
+def test_rank_0_has_a_communicator_for_each_group_of_a_weight_sync() -> None:
+    three = {"rollout": {"replicas": 3}, "eval": {"replicas": 2, "every": 1}}
+    assert of("train", config(**three)) == 3
+    assert of("train", config(**three, sync={"rolling": True})) == 5
+
+
+def test_an_engine_has_communicators_of_its_workers_of_experts_and_of_weight_syncs() -> None:
+    two = {"tensor_parallel": 2}
+    assert [of("rollout", config(model, rollout=two)) for model in ("dense", "mixture")] == [2, 3]
+    assert of("rollout", config()) == 1
+    assert of("teachers.a", config()) == 0
+    assert of("teachers.a", config(teachers={"a": {"model": "mixture", **two}})) == 2
+
+
+def test_engines_on_the_trainers_gpus_have_none_of_weight_syncs() -> None:
+    made = config(rollout={"placement": "colocated", "with": "train"})
+    assert [of(pool, made) for pool in ("train", "rollout")] == [0, 0]
+
+
+def test_each_communicator_is_planned() -> None:
+    terms = memory_of(config(train={"ranks": 4}), "train", ON_GPUS).gpu
+    assert terms["NCCL communicators"] == 2 * COMMUNICATOR
+
+
+# ── loads of weights ───────────────────────────────────────────────────────────────────────────
+
+
+def load(pool: str, made: RunConfig) -> int:
+    return outside(made, pool, ON_GPUS).get("weight load", 0)
+
+
+def test_a_load_is_planned_of_the_students_engines_and_of_teachers_that_follow_it() -> None:
+    teachers = {
+        "a": {"model": "dense"},
+        "now": {"kind": "self", "refresh_every": 2},
+        "then": {"kind": "self"},
+    }
+    made = config(teachers=teachers, eval={"replicas": 1, "every": 1})
+    assert load("rollout", made) == load("eval", made) == reload_bytes(SIZE, 2, 1, CHUNK)
+    assert load("teachers.now", made) == reload_bytes(SIZE, 2, 1, None)
+    assert load("teachers.a", made) == load("teachers.then", made) == 0
+
+
+def test_weights_through_host_memory_take_less_of_a_gpu() -> None:
+    made = config(sync={"backend": "gloo"})
+    assert load("rollout", made) == reload_bytes(SIZE, 2, 1, None)
+
+
+# ── host memory that torch pins ────────────────────────────────────────────────────────────────
+
+
+def test_a_pinned_tensor_takes_the_next_power_of_two() -> None:
+    size = replace(SIZE, numels=((5, 2), (8, 1)))
+    assert size.pinned() == (8 + 8 + 8) / 18
+    assert size.pinned(2) == (4 + 4 + 4) / 10
+    assert SIZE.pinned() == 1.0  # its tensors are not known
+
+
+def test_the_tensors_of_a_model_are_known_by_its_files() -> None:
+    read = ModelSize.read(Path(MODELS) / "student")
+    assert sum(numel * count for numel, count in read.numels) == read.floats
+
+
+def of_train(**sections: Any) -> PoolMemory:
+    return memory_of(config("large table", **sections), "train", ON_GPUS)
+
+
+def test_what_is_offloaded_takes_what_torch_pins_for_it() -> None:
+    factor = SIZES["large table"].pinned()
+    assert factor > 1.3
+    plain = 4 * 4 * BILLION
+    moments = of_train(train={"offload": "moments"}).host
+    assert moments["moments"] == int(2 * plain * factor)
+    everything = of_train(train={"offload": "parameters"}).host
+    assert everything["parameters"] == everything["gradients"] == int(plain * factor)
+    assert everything["moments"] == 2 * plain  # stay where they are: not pinned
+
+
+def test_between_two_steps_there_are_no_gradients_to_offload() -> None:
+    host = of_train(rollout={"placement": "colocated", "with": "train"}).host
+    assert {"parameters", "moments"} <= host.keys()
+    assert "gradients" not in host
+
+
+def test_a_snapshot_has_chunks_and_larger_tensors_of_powers_of_two() -> None:
+    table, rest = 2 * 151_936 * 2560, 2 * 4 * BILLION - 2 * 151_936 * 2560
+    assert of_train().first["snapshot"] == power_of_two(table) + rest
+    odd = of_train(sync={"chunk_mib": 200}).first["snapshot"]
+    assert odd == power_of_two(table) + rest * 256 // 200
+
+
+def test_weights_of_sleeping_engines_are_pinned_too() -> None:
+    made = config("large table", rollout={"placement": "colocated", "with": "train"})
+    asleep = memory_of(made, "rollout", ON_GPUS).host["weights asleep"]
+    assert asleep == int(2 * 4 * BILLION * SIZES["large table"].pinned())
+
+
+def test_a_quantized_cache_holds_more_tokens() -> None:
+    small = {"engine": {"extra": {"kv_cache_dtype": "fp8"}}}
+    halves = [
+        cache_tokens(config(rollout=rollout), "rollout", ON_GPUS, 1 << 30)
+        for rollout in ({}, small)
+    ]
+    assert halves[1] // halves[0] == 2
