@@ -31,6 +31,7 @@ from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
 from async_opd.queue.image_caches import image_caches
 from async_opd.waiting.barriers import Barriers
+from async_opd.waiting.deadline import Bound
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.waits import Waits
 from rollouter.spec import StudentEngineSpec
@@ -218,7 +219,7 @@ class ActorFactory:
         assert not isinstance(guest, EndpointReplica)
         bound_s = self.config.timeouts.engine_start_s
         try:
-            async with asyncio.timeout(bound_s):
+            async with Bound(bound_s):
                 await guest.sleep()
         except BaseException as error:
             guest.kill()  # no other part has a handle of it yet

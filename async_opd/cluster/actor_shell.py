@@ -52,7 +52,7 @@ from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.niceness import yield_to_starting
 from async_opd.processes.parent_death import SAFE_PATH
-from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.deadline import Bound, Deadline
 
 START_KEY, REQUEST_KEY, LIVENESS_KEY = (
     "timeouts.engine_start_s",
@@ -310,7 +310,7 @@ class Remote:
         """Where its process is; while Ray ends an earlier process, that of the next one."""
         error = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with Bound(timeout_s):
                 while True:
                     try:
                         return await self.place(timeout_s)
@@ -417,7 +417,7 @@ async def end_built(remote: Remote, bound: float) -> None:
     while: the next answer tells which.
     """
     with suppress(StageError, TimeoutError):
-        async with asyncio.timeout(bound):
+        async with Bound(bound):
             while True:
                 try:
                     if not await remote.is_built(bound):

@@ -24,7 +24,7 @@ from async_opd.cluster.rollouter_actor import Predecessor, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
 from async_opd.core.reports import SyncReport
-from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.deadline import Bound, Deadline
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot
 from rollouter.orders import Order
@@ -99,7 +99,7 @@ class RollouterActor(SingletonActor):
         async with asyncio.TaskGroup() as group:
             while True:
                 for order in await self.proxy.replica_orders(seen):
-                    seen = max(seen, order.number)
+                    seen = order.number
                     task = group.create_task(self._start(order), name=f"order {order.number}")
                     self._starting.add(task)
                     task.add_done_callback(self._starting.discard)
@@ -146,7 +146,7 @@ class RollouterActor(SingletonActor):
     async def _stopped(self, index: int, timeout_s: float) -> None:
         replica, rollout = self.replicas[index], self.actor_factory.config.rollout
         try:
-            async with asyncio.timeout(timeout_s):
+            async with Bound(timeout_s):
                 await replica.student.stop()
                 if rollout.host is not None and index < rollout.replicas:
                     await replica.student.sleep()

@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from async_opd.core.errors import StageError
-from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.deadline import Bound, Deadline, Timer
 
 ANSWER_S = 5.0
 """Seconds in which the head has to answer, and a node to accept a connection."""
@@ -49,7 +49,7 @@ async def nodes() -> dict[str, Node]:
         raise StageError("cluster", "this process is not connected to a Ray cluster")
     client = ray._private.worker.global_worker.gcs_client
     try:
-        async with asyncio.timeout(2 * ANSWER_S):  # for a call that does not keep its own timeout
+        async with Bound(2 * ANSWER_S):  # for a call that does not keep its own timeout
             found, *_ = await client.async_get_all_node_info(timeout=ANSWER_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         cause = f"Ray's head does not answer: {' '.join(str(error).split()) or 'no answer in time'}"
@@ -104,7 +104,7 @@ async def lost_node(
 async def _answers(node: Node) -> bool:
     """Whether Ray's server of the node accepts a connection."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with Bound(ANSWER_S):
             _, writer = await asyncio.open_connection(node.address, node.port)
     except (OSError, TimeoutError):
         return False
