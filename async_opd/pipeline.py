@@ -22,8 +22,9 @@ All of them run at the same time. The first one that ends with an error ends the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from async_opd.accounting.journal import Journal
@@ -48,6 +49,7 @@ from async_opd.observability.metering import Metering
 from async_opd.observability.stall import StallDetector, teachers_s
 from async_opd.observability.trace_events import ADMISSION
 from async_opd.waiting.race import endless
+from async_opd.waiting.reading_thread import ReadingThread
 
 Result = TypeVar("Result")
 
@@ -72,6 +74,8 @@ class Pipeline:
     cold_start: ColdStart | None = None
     lr_factor: float = 1.0
     """Factor of all learning rates, below 1 after the guardrail's rollbacks."""
+    reading: ReadingThread | None = None
+    """Where ``prompts`` are read: a source may be late, or hang."""
 
     def __post_init__(self) -> None:
         """Makes the run state, the schedule of evaluations, and the metering."""
@@ -88,6 +92,8 @@ class Pipeline:
         self._pushing: asyncio.Task[None] | None = None
         self._unlogged: list[StepReport] = []
         self._coroutines = asyncio.TaskGroup()
+        self._taking = asyncio.Lock()
+        self._reading = self.reading or ReadingThread("prompts", self.config.timeouts.stall_s)
         evaluated = 0 if self.evaluation is None else self.evaluation.requests
         self._bounded = StallDetector(self.config, self.stages, self.metering, evaluated).within
         self.evaluations = EvaluationRuns(
@@ -206,10 +212,9 @@ class Pipeline:
         finished = frozenset() if self._queue_restarted else finished
         self._issued = True
         await self.run_state.images.hold_all(self.stages.queue)
-        groups = [
-            *self.run_state.ledger.unfinished_groups(finished),
-            *self.run_state.supply.complete(),
-        ]
+        groups = self.run_state.ledger.unfinished_groups(finished)
+        supply = self.run_state.supply
+        groups += await self._take(supply.free_slots, supply.complete)
         # a task: they may exceed the queue, which has room again only when the training goes on
         self._coroutines.create_task(self._issue(groups))
         if self.schedule.is_missing(start.cut):
@@ -228,10 +233,26 @@ class Pipeline:
 
     async def _admit(self) -> None:
         """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""
-        n, admission = self.config.rollout.n, self.run_state.admission
+        n = self.config.rollout.n
         while True:
-            groups = self.run_state.supply.groups(await admission.admit(n, at_most_groups=64))
+            room = await self.run_state.admission.room(n, at_most_groups=64)
+            # admitted once their prompts are there: a checkpoint may be taken while they are read
+            groups = await self._take(room, partial(self._admitted, room))
             await self._issue(groups, waits=True)
+
+    def _admitted(self, at_most: int) -> list[Group]:
+        count = self.run_state.admission.try_admit(self.config.rollout.n, at_most)
+        return self.run_state.supply.groups(count)
+
+    async def _take(self, prompts: int, take: Callable[[], list[Group]]) -> list[Group]:
+        """The groups that ``take`` makes of so many prompts, at most, which are read before it.
+
+        StageTimeout for a source that hangs; see ``PromptSupply``.
+        """
+        async with self._taking:  # nobody else takes the prompts that were read
+            if not self.run_state.supply.has(prompts):
+                await self._reading.run(lambda: self.run_state.supply.read(prompts))
+            return take()
 
     async def _reissue(self) -> None:
         """Ledger ──► prompts: samples all unfinished groups again, after the queue was restarted.
@@ -271,10 +292,12 @@ class Pipeline:
 
         The trainer is asked first: once it has dropped the rollout, no copy of it can be trained.
         """
-        ended = self.run_state.supply.ended_by(letter)
-        if ended and not await self.stages.trainer.drop(ended[0], ended[1:]):
+        supply = self.run_state.supply
+        if not (ended := supply.ended_by(letter)):
+            return supply.replace(letter)
+        if not await self.stages.trainer.drop(ended[0], ended[1:]):
             return []
-        return self.run_state.supply.replace(letter)
+        return await self._take(1, lambda: supply.replace(letter))
 
     async def _issue(self, groups: Sequence[Group], waits: bool = False) -> None:
         """Groups ──► prompts, after their images; ``waits`` for room for these."""

@@ -58,7 +58,7 @@ from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
 from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
-from async_opd.training import Training
+from async_opd.training import Training, reading_of
 from async_opd.waiting.deadline import Deadline
 
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -204,7 +204,8 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
     async with launch(config, device=device, eos_ids=ends, notify=log.message) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
-        training = await asyncio.to_thread(Training, job, stages, text)
+        reading = reading_of(job)
+        training = await reading.run(lambda: Training(job, stages, text, reading))
         began = time.time()
         try:
             await training.run()
