@@ -293,7 +293,7 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
         notify=job.message,
         written=job.log.checkpoint,
         sizes=job.sizes,
-        sync=job.journal.sync,
+        sync=job.sync,
     )
     if job.mirror is not None:
         job.mirror.count_in(made.metrics)

@@ -87,9 +87,19 @@ class RollouterActor(SingletonActor):
         return rollouter
 
     async def build(self) -> None:
-        """See SingletonActor. Cancels the orders of an earlier object: the new one repeats them."""
+        """See SingletonActor. Cancels the orders of an earlier object: the new one repeats them.
+
+        Nobody waits any more for the answers that an earlier object has asked for.
+        """
         await self._cancel_starts()
         config = self.actor_factory.config
+        calls = (
+            Deadline(replica.student.name).within(
+                config.supervision.timeout_s, "ending answers", replica.student.stop_evaluation()
+            )
+            for replica in self.replicas
+        )
+        await asyncio.gather(*calls, return_exceptions=True)  # a dead one has none
         stages = (self.queue, self.trainer, self.scorer)
         before = Predecessor(self.newest, self.rebuilds, behind=self.snapshots)
         args = (config, tuple(self.replicas), *stages, before)

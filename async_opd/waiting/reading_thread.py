@@ -1,7 +1,7 @@
-"""Reads that may hang, in threads that end with the process: one at a time, bounded by progress.
+"""Reads that may hang, in a thread that ends with the process: one at a time, and bounded.
 
-    run(work) ──its turn──► a thread ──► the work's result
-                              └── no progress for ``quiet_s`` ──► StageTimeout; the thread is left
+    run(work) ──its turn──► the thread ──► the work's result
+                              └── no progress for ``quiet_s`` ──► StageTimeout; the thread hangs on
 
 A thread of asyncio's own executor would keep the process from ending while it hangs.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from async_opd.core.errors import StageTimeout
@@ -19,6 +21,7 @@ from async_opd.waiting.deadline import Bound, Timer
 from async_opd.waiting.waits import Waits
 
 Result = TypeVar("Result")
+_Works = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
 
 
 class ReadingThread:
@@ -41,30 +44,36 @@ class ReadingThread:
         self._progress = progress
         self._waits = waits or Waits(lambda line: None)
         self._timer = timer
-        self._turn = asyncio.Lock()
-        self._left: asyncio.Future[Any] | None = None  # the work of a caller that was cancelled
+        self._works: _Works = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """The result of the work, or its error. StageTimeout without progress.
 
-        A caller that is cancelled leaves the work to its thread: the next work begins after it.
+        A caller that is cancelled leaves a work that has begun to the thread: the next work begins
+        after it.
         """
-        async with self._turn:
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._works.put((work, done))
+        if self._thread is None:
+            self._thread = threading.Thread(target=_read, args=[self._works], daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._works.put, None)
+        try:
             with self._waits.on(self._what, self._quiet_s, " without progress"):
-                if self._left is not None and not self._left.done():
-                    await self._until_done(self._left)
-                self._left = future = in_daemon_thread(work)
-                await self._until_done(future)
-                return future.result()
+                await self._until(done)
+        finally:
+            done.cancel()
+        return done.result()
 
-    async def _until_done(self, work: asyncio.Future[Any]) -> None:
-        while not work.done():
+    async def _until(self, done: asyncio.Future[Any]) -> None:
+        while not done.done():
             before = self._progress()
             try:
                 async with Bound(self._quiet_s, self._timer):
-                    await asyncio.wait({work})
+                    await asyncio.wait({done})
             except TimeoutError as error:
-                if work.done() or self._progress() != before:
+                if done.done() or self._progress() != before:
                     continue
                 cause = f"nothing was read of {self._what} for {self._quiet_s:g} s"
                 remedy = (
@@ -74,23 +83,22 @@ class ReadingThread:
                 raise StageTimeout("prompts", cause, remedy) from error
 
 
-def in_daemon_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """The result of work in a thread of its own, which ends with the process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be left
-
-    def run() -> None:
+def _read(works: _Works) -> None:
+    """The thread: works, in order, until there is None."""
+    while (item := works.get()) is not None:
+        work, done = item
+        if done.cancelled():
+            continue
+        settle: Callable[[Any], None] = done.set_result
         try:
-            result = work()
+            value = work()
         except BaseException as error:
-            settle(future.set_exception, error)
-        else:
-            settle(future.set_result, result)
-
-    def settle(how: Callable[[Any], None], value: Any) -> None:
+            settle, value = done.set_exception, error
         with suppress(RuntimeError):  # the loop is closed: the process ends
-            loop.call_soon_threadsafe(how, value)
+            done.get_loop().call_soon_threadsafe(_settle, done, settle, value)
+        del item, work, done, settle, value  # what they hold is not the thread's
 
-    threading.Thread(target=run, name="reads", daemon=True).start()
-    return future
+
+def _settle(done: asyncio.Future[Any], settle: Callable[[Any], None], value: Any) -> None:
+    if not done.done():  # its caller was not cancelled
+        settle(value)
