@@ -13,6 +13,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from async_opd.config.sections.data import ColdStartConfig
@@ -22,6 +23,7 @@ from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample
 from async_opd.core.stages import Log, SamplingSpec, TeacherScorer, Trainer
 from async_opd.data.answers import GivenAnswers, supervised
 from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.reading_thread import ReadingThread
 
 Result = TypeVar("Result")
 ANSWERS = "answers of the cold start"
@@ -59,6 +61,7 @@ class ColdStart:
     answers_s: Callable[[Sequence[Prompt], SamplingSpec], float]
     """Seconds that teachers may take for their answers; see ``teachers_s``."""
     log: Log
+    reading: ReadingThread
     unusable: int = field(default=0, init=False)
 
     async def run(self, trainer: Trainer, scorer: TeacherScorer, bounded: Bounded) -> None:
@@ -96,8 +99,8 @@ class ColdStart:
         faults = 0
         while len(samples) < self.batch_size:
             prompts: list[Prompt] = []
-            reading = asyncio.to_thread(self.prompts.next, self.batch_size - len(samples))
-            for one in await bounded("rows of the cold start", reading):
+            lacking = self.batch_size - len(samples)
+            for one in await self.reading.run(partial(self.prompts.next, lacking)):
                 if isinstance(one, DeadLetter):
                     faults += self._leave_out(one.reason)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +12,10 @@ from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.store import Checkpoint, Checkpoints
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
+from async_opd.files.durable import flush
 from async_opd.files.lines import whole_lines
-from async_opd.observability.run_log import DEAD_LETTERS, RunLog
+from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
+from async_opd.waiting.waits import Waits
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,21 @@ class Job:
         self.log.message(text)
 
     @cached_property
+    def waits(self) -> Waits:
+        """Names what the driver waits for, in the log."""
+        return Waits(self.message)
+
+    @cached_property
     def store(self) -> Checkpoints:
         """The run's checkpoints."""
         return Checkpoints.of(self.config, self.run_dir, self.inputs.eval)
+
+    def sync(self) -> None:
+        """Flushes to the disk what a checkpoint of now belongs to. Blocks. OSError."""
+        self.journal.sync()
+        for name in (METRICS, DEAD_LETTERS):
+            with suppress(FileNotFoundError):  # there is none before the first line
+                flush(self.run_dir / name)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the complete lines of each file that only grows."""

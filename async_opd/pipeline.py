@@ -22,8 +22,9 @@ All of them run at the same time. The first one that ends with an error ends the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from async_opd.accounting.journal import Journal
@@ -45,9 +46,11 @@ from async_opd.grading.evaluation_schedule import Evaluations
 from async_opd.observability.activity import admitted, traced
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
-from async_opd.observability.stall import StallDetector, teachers_s
+from async_opd.observability.stall import NO_TOKEN, StallDetector, teachers_s
 from async_opd.observability.trace_events import ADMISSION
 from async_opd.waiting.race import endless
+from async_opd.waiting.reading_thread import ReadingThread
+from async_opd.waiting.waits import Waits
 
 Result = TypeVar("Result")
 
@@ -72,6 +75,10 @@ class Pipeline:
     cold_start: ColdStart | None = None
     lr_factor: float = 1.0
     """Factor of all learning rates, below 1 after the guardrail's rollbacks."""
+    waits: Waits | None = None
+    """Names what the pipeline waits for; by default it has one of its own."""
+    reading: ReadingThread | None = None
+    """Where ``prompts`` are read: a source may be late, or hang."""
 
     def __post_init__(self) -> None:
         """Makes the run state, the schedule of evaluations, and the metering."""
@@ -88,8 +95,12 @@ class Pipeline:
         self._pushing: asyncio.Task[None] | None = None
         self._unlogged: list[StepReport] = []
         self._coroutines = asyncio.TaskGroup()
+        self._taking = asyncio.Lock()
+        self._reading = self.reading or ReadingThread("prompts", self.config.timeouts.stall_s)
         evaluated = 0 if self.evaluation is None else self.evaluation.requests
-        self._bounded = StallDetector(self.config, self.stages, self.metering, evaluated).within
+        self._waits = self.waits or Waits(self.log.message)
+        stall = StallDetector(self.config, self.stages, self.metering, self._waits, evaluated)
+        self._bounded = stall.within
         self.evaluations = EvaluationRuns(
             self.evaluation,
             self.schedule,
@@ -129,7 +140,8 @@ class Pipeline:
                 loops.append(coroutines.create_task(self._requeue_stale()))
                 loops.append(coroutines.create_task(self._replace()))
                 await self._train()
-                await self.evaluations.finished()
+                with self._waits.on("the evaluation", self.config.timeouts.stall_s, NO_TOKEN):
+                    await self.evaluations.finished()
                 if self.schedule.is_last_missing:
                     await self.evaluations.measure("eval", self.config.train.steps)
                 if self.checkpointer is not None:
@@ -198,7 +210,7 @@ class Pipeline:
         restoring = self.stages.trainer.restore(str(start.folder))
         finished = await self._bounded("the trainer's restart", restoring, self.state_s)
         self._restored = True
-        await self.stages.sync.snapshot(start.cut.version, again=True)
+        await self._snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         # The queue may have the only copy of scored samples (Batcher.hold). After its death all in
         # flight is issued: here, or by ``_reissue`` once ``_issued`` is set, with no await between.
@@ -206,10 +218,9 @@ class Pipeline:
         finished = frozenset() if self._queue_restarted else finished
         self._issued = True
         await self.run_state.images.hold_all(self.stages.queue)
-        groups = [
-            *self.run_state.ledger.unfinished_groups(finished),
-            *self.run_state.supply.complete(),
-        ]
+        groups = self.run_state.ledger.unfinished_groups(finished)
+        supply = self.run_state.supply
+        groups += await self._take(supply.free_slots, supply.complete)
         # a task: they may exceed the queue, which has room again only when the training goes on
         self._coroutines.create_task(self._issue(groups))
         if self.schedule.is_missing(start.cut):
@@ -223,15 +234,31 @@ class Pipeline:
             if self.checkpointer is not None:
                 await self._take_checkpoint(self.checkpointer)
         if self.pushes_first or self.cold_start is not None:
-            await self.stages.sync.snapshot(0, again=True)
+            await self._snapshot(0, again=True)
             await self._bounded("the first weight sync", self.stages.sync.push())
 
     async def _admit(self) -> None:
         """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""
-        n, admission = self.config.rollout.n, self.run_state.admission
+        n = self.config.rollout.n
         while True:
-            groups = self.run_state.supply.groups(await admission.admit(n, at_most_groups=64))
+            room = await self.run_state.admission.room(n, at_most_groups=64)
+            # admitted once their prompts are there: a checkpoint may be taken while they are read
+            groups = await self._take(room, partial(self._admitted, room))
             await self._issue(groups, waits=True)
+
+    def _admitted(self, at_most: int) -> list[Group]:
+        count = self.run_state.admission.try_admit(self.config.rollout.n, at_most)
+        return self.run_state.supply.groups(count)
+
+    async def _take(self, prompts: int, take: Callable[[], list[Group]]) -> list[Group]:
+        """The groups that ``take`` makes of so many prompts, at most, which are read before it.
+
+        StageTimeout for a source that hangs; see ``PromptSupply``.
+        """
+        async with self._taking:  # nobody else takes the prompts that were read
+            if not self.run_state.supply.has(prompts):
+                await self._reading.run(lambda: self.run_state.supply.read(prompts))
+            return take()
 
     async def _reissue(self) -> None:
         """Ledger ──► prompts: samples all unfinished groups again, after the queue was restarted.
@@ -271,10 +298,12 @@ class Pipeline:
 
         The trainer is asked first: once it has dropped the rollout, no copy of it can be trained.
         """
-        ended = self.run_state.supply.ended_by(letter)
-        if ended and not await self.stages.trainer.drop(ended[0], ended[1:]):
+        supply = self.run_state.supply
+        if not (ended := supply.ended_by(letter)):
+            return supply.replace(letter)
+        if not await self.stages.trainer.drop(ended[0], ended[1:]):
             return []
-        return self.run_state.supply.replace(letter)
+        return await self._take(1, lambda: supply.replace(letter))
 
     async def _issue(self, groups: Sequence[Group], waits: bool = False) -> None:
         """Groups ──► prompts, after their images; ``waits`` for room for these."""
@@ -296,16 +325,16 @@ class Pipeline:
                 with self.metering.timed("sync/trainer_wait_s"):
                     await self._wait_for_push()
                     version = self.run_state.admission.version + 1
-                    await self.stages.sync.snapshot(version)
+                    await self._snapshot(version)
                 self._pushing = self._coroutines.create_task(self._push())
             if metering is not None:
-                await metering  # of the step before: it ran beside this one
+                await self._metered(metering)  # of the step before: it ran beside this one
             metering = self._coroutines.create_task(self._meter(report))
             if synced:
                 await self._checkpoint(version, metering)
         await self._wait_for_push()
         if metering is not None:
-            await metering
+            await self._metered(metering)
 
     async def _checkpoint(self, version: int, metering: asyncio.Task[None]) -> None:
         """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
@@ -321,7 +350,7 @@ class Pipeline:
         if wanted:
             await self._settled(self.checkpointer)
         if wanted or (every and version % every == 0):
-            await metering
+            await self._metered(metering)
             await self._take_checkpoint(self.checkpointer)
 
     async def _take_checkpoint(self, checkpointer: Checkpointer) -> None:
@@ -329,6 +358,15 @@ class Pipeline:
 
     async def _settled(self, checkpointer: Checkpointer) -> None:
         await self._bounded("the checkpoint before", checkpointer.settled(), self.state_s)
+
+    async def _snapshot(self, version: int, again: bool = False) -> None:
+        """The trainer's weights ──► a snapshot; on GPUs that engines share, in its turn."""
+        config, what = self.config, "the snapshot of the trainer's weights"
+        bound_s, until = config.sync.timeout_s, ""
+        if config.rollout.host is not None:
+            bound_s, until = config.timeouts.stall_s, NO_TOKEN
+        with self._waits.on(what, bound_s, until):
+            await self.stages.sync.snapshot(version, again)
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then admission has the new version's budget."""
@@ -351,6 +389,11 @@ class Pipeline:
         """``_bounded``, with a span of the trace."""
         with traced(self.log, "evaluation", what):
             return await self._bounded(what, work, least_s, endless)
+
+    async def _metered(self, metering: asyncio.Task[None]) -> None:
+        """Waits for the row of a step, which has the reports of the pools."""
+        with self._waits.on("the reports of the pools", self.config.timeouts.request_s):
+            await metering
 
     async def _meter(self, report: StepReport) -> None:
         last = report.step == self.config.train.steps

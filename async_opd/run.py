@@ -8,6 +8,7 @@ With ``resume`` the run continues after the newest complete checkpoint.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,6 +33,7 @@ from async_opd.checkpoint.store import FOLDER, Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
 from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.cluster.watching.watch import RECONNECT, left_s
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
@@ -58,7 +60,7 @@ from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
 from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
-from async_opd.training import Training
+from async_opd.training import Training, reading_of
 from async_opd.waiting.deadline import Deadline
 
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -187,10 +189,20 @@ async def _run(job: Job) -> int:
     try:
         await work
     except (asyncio.CancelledError, Exception) as error:
-        return outcome.finish(error)
+        code = outcome.finish(error)
+        if isinstance(error, HeadLost):
+            _leave(code)
+        return code
     finally:
         signals.over()
     return COMPLETED if log.finish("completed") == "completed" else FAILED
+
+
+def _leave(code: int) -> None:
+    """Ends this process, which Ray ends in seconds; threads of both wait for the lost head."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _distil(job: Job, outcome: _Outcome) -> None:
@@ -199,55 +211,56 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
     text = Text.of(config)
     started = time.time()
     log.message("starting Ray and the engines")
-    ends = text.response_ends()
-    device = resolve_device(config)
-    async with launch(config, device=device, eos_ids=ends, notify=log.message) as stages:
+    ends, device = text.response_ends(), resolve_device(config)
+    starting = launch(config, device=device, eos_ids=ends, notify=log.message, waits=job.waits)
+    async with starting as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
-        training = await asyncio.to_thread(Training, job, stages, text)
+        reading = reading_of(job)
+        training = await reading.run(lambda: Training(job, stages, text, reading))
         began = time.time()
         try:
             await training.run()
         except asyncio.CancelledError:
             grace_s = config.shutdown.grace_s
-            await _checkpoint_at_end(training.pipeline, log, grace_s, "shutdown.grace_s")
+            await _checkpoint_at_end(training.pipeline, job, grace_s, "shutdown.grace_s")
             if training.pipeline.has_weights:
-                await _save_partial_model(stages, job)
+                await _save_partial_model(stages, job, training.pipeline.state_s)
             else:
                 log.message("the student is not saved: the trainer has not its weights again yet")
             raise
         except Exception as error:
             outcome.error = error
-            await _checkpoint_after_failure(error, training.pipeline, log)
-            if training.pipeline.is_trained and training.pipeline.has_weights:
-                await _save_partial_model(stages, job)
-            if isinstance(error, HeadLost):
-                outcome.finish(error)  # before Ray ends this process, which cannot end actors now
+            await _checkpoint_after_failure(error, training.pipeline, job)
+            lost = isinstance(error, HeadLost)  # no time is left for more than the checkpoint
+            if training.pipeline.is_trained and training.pipeline.has_weights and not lost:
+                await _save_partial_model(stages, job, training.pipeline.state_s)
             raise
         finally:
             log.summarize({"perf/run_s": time.time() - began})
-        await _shielded(_save(stages, job.run_dir, log))
+        bound_s = training.pipeline.state_s
+        await _shielded(stages.watched(_save(stages, job, bound_s)))
         if config.checkpoint.keep_best is not None:
-            await _shielded(_save_best(stages, job))
+            await _shielded(stages.watched(_save_best(stages, job, bound_s)))
 
 
-async def _checkpoint_at_end(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> None:
+async def _checkpoint_at_end(pipeline: Pipeline, job: Job, bound_s: float, key: str) -> None:
     """Logs the last rows of a run that ends early, and writes its checkpoint.
 
-    The latter if its trainer still answers; it takes at most ``bound_s``, which the config key
-    ``key`` sets.
+    The latter if its trainer still answers; it takes at most ``bound_s``, which ``key`` sets: a
+    config key, or a setting of Ray.
     """
-    config = pipeline.config
     try:
         pipeline.log_rows()
-        if not config.checkpoint.on_exit:
+        if not pipeline.config.checkpoint.on_exit:
             return
-        async with asyncio.timeout(bound_s):
-            await _check_trainer_alive(pipeline)
-            await pipeline.checkpoint()
+        with job.waits.on("the last checkpoint", bound_s):
+            async with asyncio.timeout(bound_s):
+                await _check_trainer_alive(pipeline)
+                await pipeline.checkpoint()
     except Exception as error:  # of any kind: the model has to be saved next
         cause = str(error) or f"not written within {bound_s:g} s ({key})"
-        log.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
+        job.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
 
 
 async def _check_trainer_alive(pipeline: Pipeline) -> None:
@@ -257,37 +270,39 @@ async def _check_trainer_alive(pipeline: Pipeline) -> None:
     await Deadline(TRAINER).within(bound_s, "a heartbeat answer", answer)
 
 
-async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: RunLog) -> None:
+async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, job: Job) -> None:
     """Writes a checkpoint of a run that has failed, within the bound of any other one.
 
-    After a signal it has ``shutdown.grace_s`` left; the run ends as failed, not as interrupted.
+    Without the head of its cluster it has the time that Ray leaves it, and after a signal
+    ``shutdown.grace_s``; the run ends as failed, not as interrupted.
     """
     cause, config = first_cause(error), pipeline.config
     if isinstance(cause, ProcessDied) and cause.stage == TRAINER:
-        log.message("no checkpoint at the end, --resume takes the one before: the trainer died")
+        job.message("no checkpoint at the end, --resume takes the one before: the trainer died")
         return
-    log.message(f"the run has failed: {str(cause) or type(cause).__name__}")
+    job.message(f"the run has failed: {str(cause) or type(cause).__name__}")
     if isinstance(cause, GuardrailExceeded):
-        log.message("no checkpoint of weights beyond the guardrail: --resume takes the one before")
+        job.message("no checkpoint of weights beyond the guardrail: --resume takes the one before")
         return
-    bound_s = pipeline.state_s
-    keeping = asyncio.create_task(
-        _checkpoint_at_end(pipeline, log, bound_s, "checkpoint.timeout_s")
-    )
+    bound = pipeline.state_s, "checkpoint.timeout_s"
+    if isinstance(cause, HeadLost):
+        bound = min(bound, (left_s(), RECONNECT))
+    keeping = asyncio.create_task(_checkpoint_at_end(pipeline, job, *bound))
     try:
         await asyncio.shield(keeping)
     except asyncio.CancelledError:
         grace_s = config.shutdown.grace_s
         await asyncio.wait({keeping}, timeout=grace_s)
         if keeping.cancel():
-            log.message(f"no checkpoint at the end: not written {grace_s:g} s after the signal")
+            job.message(f"no checkpoint at the end: not written {grace_s:g} s after the signal")
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
 
 
-async def _save_partial_model(stages: LaunchedStages, job: Job) -> None:
+async def _save_partial_model(stages: LaunchedStages, job: Job, bound_s: float) -> None:
     try:
-        await stages.save_early(str(job.run_dir / "model"))
+        with job.waits.on("the student to be saved", bound_s):
+            await stages.save_early(str(job.run_dir / "model"))
     except StageError as error:
         job.message(f"the student of the failed run could not be saved: {error}")
     else:
@@ -304,12 +319,13 @@ async def _shielded(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-async def _save(stages: LaunchedStages, run_dir: Path, log: RunLog) -> None:
-    await stages.trainer.save(str(run_dir / "model"))
-    log.message(f"the student is in {run_dir / 'model'}")
+async def _save(stages: LaunchedStages, job: Job, bound_s: float) -> None:
+    with job.waits.on("the student to be saved", bound_s):
+        await stages.trainer.save(str(job.run_dir / "model"))
+    job.message(f"the student is in {job.run_dir / 'model'}")
 
 
-async def _save_best(stages: LaunchedStages, job: Job) -> None:
+async def _save_best(stages: LaunchedStages, job: Job, bound_s: float) -> None:
     """Writes the student of the checkpoint with the best evaluation to ``best/``.
 
     The trainer has these weights afterwards. StageError for a damaged checkpoint.
@@ -320,9 +336,11 @@ async def _save_best(stages: LaunchedStages, job: Job) -> None:
         job.message(f"no checkpoint was evaluated: there is no best one by {metric}")
         return
     if step != job.config.train.steps:
-        checkpoint = await asyncio.to_thread(load, store.folder / f"step_{step}")
-        await stages.trainer.restore(str(checkpoint.folder))
-    await stages.trainer.save(str(job.run_dir / "best"))
+        with job.waits.on("the best checkpoint to be loaded", bound_s):
+            checkpoint = await asyncio.to_thread(load, store.folder / f"step_{step}")
+            await stages.trainer.restore(str(checkpoint.folder))
+    with job.waits.on("the best student to be saved", bound_s):
+        await stages.trainer.save(str(job.run_dir / "best"))
     values = await asyncio.to_thread(store.evaluated.values)
     value, top = values[step], max(values, key=lambda at: values[at])
     if values[top] > value:

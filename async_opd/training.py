@@ -27,6 +27,7 @@ from async_opd.core.stages import TRAINER
 from async_opd.data.answers import GivenAnswers
 from async_opd.data.mixture import Mixture, phases_of
 from async_opd.data.prompts import PromptStream
+from async_opd.data.streamed_rows import StreamedRows
 from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.grading.evaluation_set import evaluation_of
@@ -38,7 +39,9 @@ from async_opd.observability.stall import teachers_s
 from async_opd.pictures.folder import MEDIA, Thumbnails
 from async_opd.pictures.recorded_prompts import RecordedPrompts
 from async_opd.pipeline import Pipeline
+from async_opd.waiting.deadline import Bound
 from async_opd.waiting.race import in_thread
+from async_opd.waiting.reading_thread import ReadingThread
 
 THUMBNAILS_S = 5.0
 """Seconds that the end of the training waits for thumbnails that are being written."""
@@ -51,10 +54,13 @@ class Training:
     job: Job
     stages: LaunchedStages
     text: Text
+    reading: ReadingThread
+    """Reads the prompts of all pipelines: what one has left under way, the next one waits for."""
 
     def __post_init__(self) -> None:
         """Makes the first pipeline; see ``_pipeline``."""
         job = self.job
+        self._waits = job.waits
         folder = job.run_dir / EVALS
         most = int(job.config.log.thumbnails_mib * (1 << 20))
         self._thumbnails = Thumbnails(job.run_dir / MEDIA, most)
@@ -71,6 +77,7 @@ class Training:
         )
         self._checkpointer = _checkpointer(self.job, self.stages)
         self._checkpointer.lineage = job.store.lineage()
+        self._notes: list[str] = []  # of a pipeline that a thread has made
         self._begin_after(job.start.cut.step if job.start else 0)
         self.pipeline = self._pipeline()
 
@@ -86,6 +93,9 @@ class Training:
 
     async def _run_until_rewound(self) -> bool:
         """Whether all steps are trained; False if the run was rewound."""
+        for note in self._notes:
+            self.job.message(note)
+        self._notes.clear()
         try:
             await self.pipeline.run()
         except ProcessDied as error:
@@ -113,7 +123,9 @@ class Training:
         job.message(f"rollback {count} of at most {config.max_roll_backs}")
         if job.mirror is not None:
             bound_s = job.config.supervision.timeout_s
-            if warning := await asyncio.to_thread(job.mirror.roll_back, bound_s):
+            with self._waits.on("the mirror's note of the rollback", bound_s):
+                warning = await asyncio.to_thread(job.mirror.roll_back, bound_s)
+            if warning:
                 job.log.message(warning, "warning")
         await asyncio.to_thread(job.store.roll_back, error.step - config.window)
         await self._rewind(error)
@@ -131,7 +143,7 @@ class Training:
         """
         job = self.job
         evaluated = evaluated_steps(job.run_dir)
-        job.store.forget_evaluations(evaluated, job.message)
+        job.store.forget_evaluations(evaluated, self._notes.append)
         prompts = RecordedPrompts(
             _prompts(job, self.text, self._readers),
             self._thumbnails,
@@ -151,8 +163,10 @@ class Training:
             job.start,
             again or (job.config.sync.verify_every > 0 and sees(job.config.student.model)),
             max(evaluated, default=-1),
-            cold_start_of(job, self.text),
+            cold_start_of(job, self.text, self.reading),
             self._lr_factor(),
+            self._waits,
+            self.reading,
         )
         prompts.read_ahead()
         return made
@@ -162,15 +176,17 @@ class Training:
         count = len(read_roll_backs(self.job.run_dir))
         factor = self.job.config.guardrail.roll_back_lr**count
         if count:
-            self.job.message(f"learning rates are multiplied by {factor:g}: {count} rollbacks")
+            words = f"learning rates are multiplied by {factor:g}: {count} rollbacks"
+            self._notes.append(words)
         return float(factor)
 
     async def _settle(self) -> None:
         """Waits for the checkpoint that is being written, or gives it up."""
         bound = self.job.config.supervision.timeout_s
         try:
-            async with asyncio.timeout(bound):
-                await self._checkpointer.settled()
+            async with Bound(bound):
+                with self._waits.on("the checkpoint before", bound):
+                    await self._checkpointer.settled()
         except TimeoutError:
             message = f"a checkpoint that was not written within {bound:g} s is abandoned"
             self.job.message(message)
@@ -182,7 +198,8 @@ class Training:
         self.pipeline.rewound = True
         await self._settle()
         notes: list[str] = []
-        start = await asyncio.to_thread(job.store.newest, notes.append)
+        with self._waits.on("the newest checkpoint, which is compared with its manifest"):
+            start = await asyncio.to_thread(job.store.newest, notes.append)
         for note in notes:
             job.message(note)
         await self.stages.rewind(error)
@@ -191,7 +208,7 @@ class Training:
         job.log.rewind(await in_thread(cut_files, job.run_dir, cut))
         job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
         self.job = replace(job, start=start)
-        self.pipeline = await asyncio.to_thread(self._pipeline, again=True)
+        self.pipeline = await self.reading.run(lambda: self._pipeline(again=True))
         job.message(
             f"the trainer is restarted; the run goes on after step {cut.step if cut else 0}"
         )
@@ -215,7 +232,24 @@ def _prompts(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStrea
     )
 
 
-def cold_start_of(job: Job, text: Text) -> ColdStart | None:
+def reading_of(job: Job) -> ReadingThread:
+    """Where the prompts of a run are read."""
+    found = {"data.train": job.inputs.train, "cold_start.data": job.inputs.cold_start}
+    streamed = {
+        f"{key}[{index}]": rows
+        for key, sources in found.items()
+        for index, rows in enumerate(sources)
+        if isinstance(rows, StreamedRows)
+    }
+    return ReadingThread(
+        f"rows of {', '.join(streamed) or 'data.train'}",
+        job.config.timeouts.stall_s,
+        progress=lambda: sum(rows.rows_read for rows in streamed.values()),
+        waits=job.waits,
+    )
+
+
+def cold_start_of(job: Job, text: Text, reading: ReadingThread) -> ColdStart | None:
     """The cold start of a run that begins at its start; None if it has none."""
     config, settings = job.config, job.config.cold_start
     if settings is None or job.start is not None:
@@ -245,6 +279,7 @@ def cold_start_of(job: Job, text: Text) -> ColdStart | None:
         ModelSize.read(Path(config.student.model)).vocabulary,
         partial(teachers_s, config),
         job.log,
+        reading,
     )
 
 
@@ -258,7 +293,7 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
         notify=job.message,
         written=job.log.checkpoint,
         sizes=job.sizes,
-        sync=job.journal.sync,
+        sync=job.sync,
     )
     if job.mirror is not None:
         job.mirror.count_in(made.metrics)

@@ -171,7 +171,8 @@ class SwitchedPipeline(Pipeline):
             while not self.left:
                 self.more.clear()
                 await self.more.wait()
-            groups = await self.run_state.admission.admit(1, min(64, self.left))
+            admission = self.run_state.admission
+            groups = admission.try_admit(1, await admission.room(1, min(64, self.left)))
             self.left -= groups
             await self._issue(self.run_state.supply.groups(groups))
 

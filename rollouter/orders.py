@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from async_opd.core.errors import StageError
+from async_opd.processes.numbers import Numbers
 
 Replica = TypeVar("Replica")
 
 
 @dataclass(frozen=True)
 class Order:
-    """A request to start the replica of member ``index``. Later orders have larger numbers."""
+    """A request to start the replica of member ``index``.
+
+    Of one process later orders have larger numbers; no other process has any of them.
+    """
 
     number: int
     index: int
@@ -26,11 +29,11 @@ class Orders(Generic[Replica]):
     def __init__(self) -> None:
         self._open: dict[int, tuple[Order, asyncio.Future[Replica]]] = {}
         self._placed = asyncio.Event()
-        self._next = time.time_ns()  # numbers stay unique when the actor restarts
+        self._numbers = Numbers()
 
     async def replica(self, index: int) -> Replica:
         """Orders a replica and waits for it. Raises the StageError of its start."""
-        order, self._next = Order(self._next, index), self._next + 1
+        order = Order(self._numbers.take(), index)
         answer: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
         self._open[order.number] = order, answer
         self._placed.set()
@@ -40,11 +43,16 @@ class Orders(Generic[Replica]):
             del self._open[order.number]
 
     async def after(self, seen: int) -> tuple[Order, ...]:
-        """The open orders with numbers above ``seen``; waits until there is one."""
-        while not (found := tuple(o for o, _ in self._open.values() if o.number > seen)):
+        """The open orders after the one with the number ``seen``; waits until there is one.
+
+        All of them if another process gave that number.
+        """
+        while True:
+            seen = seen if seen in self._numbers else -1
+            if found := tuple(order for order, _ in self._open.values() if order.number > seen):
+                return found
             self._placed.clear()
             await self._placed.wait()
-        return found
 
     def answer(self, number: int, answer: Replica | StageError) -> None:
         """Answers an order; ignored if its caller was cancelled."""

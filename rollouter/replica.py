@@ -129,8 +129,12 @@ class StudentReplica:
 
     async def stop(self) -> None:
         """See RolloutWorker.stop. An evaluation's requests end, too: ``sleep`` waits for none."""
-        self._evaluation.stop()
+        await self.stop_evaluation()
         await self._worker.stop()
+
+    async def stop_evaluation(self) -> None:
+        """See EvaluationWorker.stop."""
+        self._evaluation.stop()
 
     async def _roll(self, prompt: Prompt, uid: Uid) -> Rollout:
         """A rollout for the worker. RolloutFault for a prompt that the engine refuses."""

@@ -99,11 +99,11 @@ class Balancer(Generic[Replica]):
         while that member has at most ``tokens`` more outstanding than the least loaded one: a
         longer wait would cost more than the shared prefill saves. Raises NoReplica.
         """
-        if not self._members.left:
-            raise self._none_left()
         best = self._best()
         if best is not None:
             return self._place(best, tokens, key)
+        if not self._members.left:
+            raise self._none_left()
         future: asyncio.Future[Reservation[Replica]] = asyncio.get_running_loop().create_future()
         self._waiters.append(_Waiter(tokens, key, future))
         try:

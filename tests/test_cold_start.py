@@ -22,9 +22,11 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import GivenAnswers
 from async_opd.models.tokenizer import Text
 from async_opd.training import cold_start_of
-from tests.test_pipeline import SlowDisk, evaluated_world, world
+from tests.test_pipeline import Pace, PacedReads, SlowDisk, evaluated_world, world
+from tests.waiting.test_reading_thread import STALL_S, hang_for, hanging_reading, hanging_source
 
 RATE = 0.5
+READS: Any = PacedReads(Pace(0))
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 ROWS = [Row("0:0", "sort", "sort 123456=", "123456", {})]
 
@@ -113,7 +115,7 @@ class World:
         given = GivenAnswers(lambda text: [int(text)], 99, limit=8)
         settings = ColdStartConfig(**{"steps": 3} | config)
         more: Any = (rows or Rows(), given, vocabulary, lambda asked, _: len(asked), self.log)
-        self.cold = ColdStart(settings, batch, RATE, *more)
+        self.cold = ColdStart(settings, batch, RATE, *more, READS)
 
     async def run(self) -> World:
         stages: Any = self.trainer, self.teachers
@@ -186,12 +188,21 @@ async def test_rows_with_tokens_that_the_student_has_no_embedding_for_are_left_o
     assert "has token 98, the student 98 rows" in world.log.messages[1]
 
 
-@pytest.mark.parametrize("what", ["rows of the cold start", "answers of the cold start"])
-async def test_rows_and_answers_that_never_come_end_the_run(what: str) -> None:
+async def test_answers_that_never_come_end_the_run() -> None:
     world = World(answers="teacher")
-    world.bounds.stuck = what
-    with pytest.raises(StageTimeout, match=f"waited for {what}"):
+    world.bounds.stuck = "answers of the cold start"
+    with pytest.raises(StageTimeout, match="waited for answers of the cold start"):
         await world.run()
+
+
+async def test_rows_that_never_come_end_the_run() -> None:
+    with hanging_source() as prompts:
+        world = World(prompts)
+        world.cold.reading, timer = hanging_reading()
+        running = asyncio.create_task(world.run())
+        await hang_for(STALL_S, timer)
+        with pytest.raises(StageTimeout, match="nothing was read of data"):
+            await asyncio.wait_for(running, 5)
 
 
 async def test_teachers_have_the_time_that_their_answers_may_take() -> None:
@@ -290,6 +301,6 @@ async def test_a_resumed_run_has_no_cold_start(tmp_path: Path) -> None:
     inputs: Any = SimpleNamespace(train=[ROWS], checked=[ROWS], eval=[], max_prompt_tokens=20)
     job: Any = SimpleNamespace(config=config, inputs=inputs, start=start, log=Logged())
     text = Text.of(config)
-    assert cold_start_of(job, text) is None
+    assert cold_start_of(job, text, READS) is None
     job.start = None
-    assert cold_start_of(job, text) is not None
+    assert cold_start_of(job, text, READS) is not None

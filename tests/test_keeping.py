@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from async_opd.core.errors import ProcessDied, StageError
+from async_opd import run as run_module
+from async_opd.cluster.watching.watch import RECONNECT
+from async_opd.core.errors import HeadLost, ProcessDied, StageError
 from async_opd.core.reports import StageReport
 from async_opd.run import _checkpoint_after_failure, _checkpoint_at_end, _save_best
+from async_opd.waiting.waits import Waits
 from tests.checkpoint.test_store import config, written
 
 DATA = {"train": "rows.jsonl", "eval": "rows.jsonl"}
@@ -28,6 +31,7 @@ class Ending:
         )
         self.state_s = timeout_s
         self.stages = self.trainer = self
+        self.waits = Waits(print)
         self.begun, self.written = asyncio.Event(), asyncio.Event()
         self.kept = self.dead = self.logged = False
         self.told: list[str] = []
@@ -66,6 +70,15 @@ async def test_the_checkpoint_after_an_error_is_bounded_as_any_other() -> None:
     made = Ending(timeout_s=0.01)
     await after(made)
     assert "not written within 0.01 s (checkpoint.timeout_s)" in made.told[-1]
+
+
+async def test_the_checkpoint_after_the_loss_of_the_head_has_the_time_that_ray_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_module, "left_s", lambda: 0.01)
+    made = Ending(timeout_s=600)
+    await after(made, HeadLost("cluster", "Ray's head has not answered for 20 s"))
+    assert f"not written within 0.01 s ({RECONNECT})" in made.told[-1]
 
 
 async def test_a_signal_during_it_lets_it_finish_within_the_grace() -> None:
@@ -134,12 +147,13 @@ async def test_a_better_evaluation_of_a_step_without_a_checkpoint_is_told(tmp_pa
         store=written(tmp_path, 2, 4),
         run_dir=tmp_path,
         log=log,
+        waits=Waits(print),
     )
     job.message = told.append
     for step, value in ((2, 0.5), (3, 0.9), (4, 0.1)):
         job.store.evaluated.add(step, value)
     stages: Any = Saving()
-    await _save_best(stages, job)
+    await _save_best(stages, job, 60)
     assert told[0] == "step 3 has no checkpoint, though its eval/*/accuracy is 0.9"
     assert summary == {"checkpoint/best_step": 2.0, "checkpoint/best": 0.5}
 

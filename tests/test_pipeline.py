@@ -60,6 +60,19 @@ class Pace:
             await asyncio.sleep(0)
 
 
+class PacedReads:
+    """Prompts are read after a while and handed over after a while, by no thread."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        await self.pace.wait()
+        found = work()
+        await self.pace.wait()
+        return found
+
+
 class FakeStudent:
     """The real worker, and no engine."""
 
@@ -431,7 +444,8 @@ def world(
             await reissue()
 
     parts.supervise = supervise
-    pipeline = Pipeline(config, parts, FakePrompts(), evaluation, log)
+    reads: Any = PacedReads(pace)
+    pipeline = Pipeline(config, parts, FakePrompts(), evaluation, log, reading=reads)
     return World(pipeline, students, teachers, trainer, sync, queue, log, rollouter, scorer, pace)
 
 

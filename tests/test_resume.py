@@ -169,6 +169,7 @@ class Life:
             self.checkpointer,
             self.start,
             evaluated=max(evaluated, default=-1),
+            reading=made.pipeline.reading,
         )
 
     async def live(self, ticks: int | None, end: str = "kill") -> bool:

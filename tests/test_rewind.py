@@ -38,7 +38,15 @@ from async_opd.observability.run_log import RunLog
 from async_opd.training import Training
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.properties import examples
-from tests.test_pipeline import FakePrompts, FakeTrainer, Straggling, World, shapes, world
+from tests.test_pipeline import (
+    FakePrompts,
+    FakeTrainer,
+    PacedReads,
+    Straggling,
+    World,
+    shapes,
+    world,
+)
 from tests.test_resume import assert_recorded, evaluation, steps_with, trained_rows
 
 B = 4
@@ -156,7 +164,8 @@ async def train(
             patch.object(trainings, "_prompts", partial(from_cursor, faults)),
             patch.object(trainings, "evaluation_of", lambda *_: evaluated),
         ):
-            training = Training(job, stages, text)  # type: ignore[arg-type]
+            reads: Any = PacedReads(stages.world.pace)
+            training = Training(job, stages, text, reads)  # type: ignore[arg-type]
             killer = asyncio.create_task(kill())
             try:
                 with faults.striking(lambda: stages.queue):
@@ -268,6 +277,7 @@ async def test_after_a_death_metrics_are_cut_and_prompts_read_ahead_beside_the_e
         threads.append(threading.current_thread())
 
     monkeypatch.setattr(FakePrompts, "read_ahead", read_ahead)
+    monkeypatch.setattr(PacedReads, "run", lambda reads, work: asyncio.to_thread(work))
     monkeypatch.setattr(trainings, "cut_files", cut)
     await train(tmp_path, [5], SHAPE)
     assert [one is threading.main_thread() for one in threads] == [True, False, False]

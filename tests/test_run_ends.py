@@ -275,7 +275,7 @@ def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
     @asynccontextmanager
     async def launch(*_: Any, **__: Any) -> AsyncIterator[Any]:
         trainer = FakeTrainer()
-        yield SimpleNamespace(trainer=trainer, save_early=trainer.save)
+        yield SimpleNamespace(trainer=trainer, save_early=trainer.save, watched=lambda work: work)
 
     monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(module, "Training", Own)

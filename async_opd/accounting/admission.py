@@ -45,24 +45,26 @@ class Admission:
         allowed = math.floor((self._version + 1 + self._threshold) * self._per_version)
         return min(allowed, self._total)
 
-    async def admit(self, samples: int, at_most_groups: int = 1) -> int:
-        """Waits until ``samples`` more fit the budget, then admits groups of that size.
+    async def room(self, samples: int, at_most_groups: int = 1) -> int:
+        """Waits until a group of so many ``samples`` fits the budget, and admits none.
 
-        Returns the number of groups admitted, from 1 to ``at_most_groups``.
+        Returns the number of groups that fit, from 1 to ``at_most_groups``.
         """
-        while (groups := self.try_admit(samples, at_most_groups)) < 1:
+        while (groups := self._room(samples, at_most_groups)) < 1:
             self._changed.clear()
             await self._changed.wait()
         return groups
 
     def try_admit(self, samples: int, at_most_groups: int = 1) -> int:
-        """Like ``admit`` without waiting: 0 if not one group fits the budget."""
-        # A run resumed with a smaller threshold may have admitted more than its budget: the room
-        # is 0 then, not negative, until the budget has caught up.
-        room = max(0, self.budget - self._admitted)
-        groups = min(room // samples, at_most_groups)
+        """Admits the groups of that size that fit the budget now; returns their number."""
+        groups = self._room(samples, at_most_groups)
         self._admitted += groups * samples
         return groups
+
+    def _room(self, samples: int, at_most_groups: int) -> int:
+        # A run resumed with a smaller threshold may have admitted more than its budget: the room
+        # is 0 then, not negative, until the budget has caught up.
+        return min(max(0, self.budget - self._admitted) // samples, at_most_groups)
 
     def advance(self, version: int) -> None:
         """Sets the weight version of the rollout engines. ValueError if it is an older one."""

@@ -1,7 +1,7 @@
 """The prompt supply gives the groups to sample, and replacements for rollouts that failed.
 
-    prompts ──► Prompt ──ledger──► groups to sample
-       └──► DeadLetter: each of its rollouts a dead letter, then the next prompt
+    prompts ──read, by a thread──► in hand ──► Prompt ──ledger──► groups to sample
+                                      └──► DeadLetter: each of its rollouts a dead letter
     failed rollout ──groups of one──► dead letter, one rollout of another prompt
        └──whole groups──► resampled up to MAX_RESAMPLED times; then all rollouts of its group are
                           dead letters, and another prompt's group is sampled
@@ -16,7 +16,7 @@ run state is consistent, so that a checkpoint of that moment can be resumed.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
@@ -34,7 +34,7 @@ from async_opd.core.uid import Uid
 MAX_RESAMPLED = 2
 """Times that a failed rollout is resampled before its group is dead-lettered."""
 MAX_CONSECUTIVE_REFUSED = 1000
-"""Bad prompts in one call of ``groups`` that end the run."""
+"""Bad prompts before a good one, in one call of ``groups``, that end the run."""
 TOO_OFTEN_STALE = 3
 """Times that a rollout comes too late for the trainer when the log gets a warning of it."""
 REMEMBERED_STALE = 1 << 16
@@ -63,6 +63,11 @@ class PromptSupply:
     log: Log
     _: KW_ONLY
     whole_groups: int | None
+    taken: int = field(default=0, init=False)
+    """Entries of the stream that were admitted or refused: those in hand are not among them."""
+    _in_hand: deque[Prompt | DeadLetter] = field(default_factory=deque, init=False)
+    _unread: SourceError | None = field(default=None, init=False)
+    """Why there is nothing to read after what is in hand."""
     _resampled: Counter[Uid] = field(default_factory=Counter, init=False)
     _logged_resampling: bool = field(default=False, init=False)
     """Only the first resampled rollout gets a message."""
@@ -74,31 +79,56 @@ class PromptSupply:
     _fatal: StageError | None = field(default=None, init=False)
     """The error that ends the run, raised when the run state is consistent."""
 
+    def read(self, count: int) -> None:
+        """Reads until ``count`` good prompts are in hand, or what ends the run is.
+
+        It may block: a thread calls it, while nobody calls a method that returns groups. What is in
+        hand is not admitted; a run that goes on from a checkpoint reads it again.
+        """
+        while lacking := self._lacking(count):
+            try:
+                self._in_hand.extend(self.prompts.next(lacking))
+            except SourceError as error:
+                self._unread = error
+
+    def has(self, count: int) -> bool:
+        """Whether there is nothing to read for ``groups`` of so many prompts."""
+        return not self._lacking(count)
+
+    def _lacking(self, count: int) -> int:
+        """The good prompts that ``read`` has to read."""
+        good = sum(isinstance(one, Prompt) for one in self._in_hand)
+        ends = self._unread is not None or self._fatal is not None
+        if ends or len(self._in_hand) - good >= MAX_CONSECUTIVE_REFUSED:
+            return 0
+        return max(0, count - good)
+
     def groups(self, count: int, members: int | None = None) -> list[Group]:
         """Puts ``count`` further groups in flight, whole or only their first ``members`` rollouts.
 
-        StageError if there are too many bad prompts, or dead letters, or a source cannot be read.
+        It reads the prompts that are not in hand, and may block then. StageError if there are too
+        many bad prompts, or dead letters, or a source cannot be read.
         """
+        self.read(count)
         prompts: list[Prompt] = []
         refused = 0
         while len(prompts) < count and self._fatal is None:
-            try:
-                found = self.prompts.next(count - len(prompts))
-            except SourceError as error:
+            if not self._in_hand:
                 remedy = "make the source readable again, then go on with --resume"
-                self._fatal = StageError("prompts", str(error), remedy)
+                self._fatal = StageError("prompts", str(self._unread), remedy)
                 break
-            for one in found:
-                if isinstance(one, Prompt):
-                    prompts.append(one)
-                    continue
-                refused += 1
-                for header in self.ledger.refused(one.header, members):
-                    self._dead_letter(DeadLetter(header, one.reason, one.stage))
-                if refused >= MAX_CONSECUTIVE_REFUSED:
-                    cause = f"{refused} prompts cannot be sampled; the last: {one.reason}"
-                    remedy = "see dead_letters.jsonl, correct the data"
-                    self._fatal = self._fatal or StageError("prompts", cause, remedy)
+            one = self._in_hand.popleft()
+            self.taken += 1
+            if isinstance(one, Prompt):
+                prompts.append(one)
+                continue
+            refused += 1
+            for header in self.ledger.refused(one.header, members):
+                self._dead_letter(DeadLetter(header, one.reason, one.stage))
+            if refused >= MAX_CONSECUTIVE_REFUSED:
+                cause = f"{refused} prompts cannot be sampled; the last: {one.reason}"
+                remedy = "see dead_letters.jsonl, correct the data"
+                self._fatal = self._fatal or StageError("prompts", cause, remedy)
         groups = self.ledger.admitted(prompts, members)
         if self._fatal is not None:
             # The prompts in hand are in flight, the missing ones give their slots back: only now
@@ -108,12 +138,17 @@ class PromptSupply:
             raise self._fatal
         return groups
 
+    @property
+    def free_slots(self) -> int:
+        """The slots of a broken group, which a failed run may leave free."""
+        return -self.admission.admitted % self.ledger.group_size
+
     def complete(self) -> list[Group]:
-        """Single rollouts for the slots of a broken group, which a failed run may leave free.
+        """Single rollouts for the ``free_slots``.
 
         Admission takes whole groups, and would wait forever for the room of one.
         """
-        slots = -self.admission.admitted % self.ledger.group_size
+        slots = self.free_slots
         self.admission.readmit(slots)
         return self.groups(slots, members=1)
 

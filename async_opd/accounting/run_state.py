@@ -59,7 +59,7 @@ class RunState:
     ) -> None:
         """``prompts`` stand at the cursor of ``start``."""
         self._config = config
-        self._prompts = prompts
+        self._prompts, self._first = prompts, prompts.cursor
         self.admission = Admission(
             batch_size=config.train.batch_size,
             sync_steps=config.async_.sync_steps,
@@ -115,7 +115,7 @@ class RunState:
         return Cut(
             step=captured.step,
             version=self._config.version_after(captured.step),
-            cursor=self._prompts.cursor,
+            cursor=self._first + self.supply.taken,  # beyond it the stream was only read
             admitted=self.admission.admitted,
             ledger=self.ledger.state(),
             dead_letters=self.dead_letters.state(),

@@ -25,6 +25,7 @@ from async_opd.core.errors import CheckpointError, StageError, StageTimeout
 from async_opd.core.reports import Captured
 from async_opd.core.stages import Trainer
 from async_opd.core.written_file import WrittenFile
+from async_opd.waiting.deadline import Bound
 from async_opd.waiting.race import in_thread
 
 
@@ -117,7 +118,7 @@ class Checkpointer:
         part: Path | None = None
         late = False
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with Bound(self.timeout_s):
                 part = await in_thread(self.store.begin, cut.step)
                 in_flight = frozenset(cut.ledger.in_flight)
                 files = await self.trainer.checkpoint(str(part), in_flight)

@@ -85,7 +85,7 @@ class Mirror(Sink):
         }
         self._store, self._copies = store, copies
         self._run_dir = store.folder.parent
-        self._bound_s, self._grace_s = bound_s, grace_s
+        self.longest_s, self._grace_s = bound_s, grace_s
         self._teachers = teachers
         self._me, self._claimed = token_hex(16), False
         self._noting = threading.Lock()
@@ -131,9 +131,9 @@ class Mirror(Sink):
         """Copies the checkpoint as soon as those before it are copied."""
         self._tell()
         began = self._began
-        if began is not None and time.monotonic() - began > self._bound_s:
+        if began is not None and time.monotonic() - began > self.longest_s:
             self.metrics["mirror/failures"] += 1
-            words = f"the mirror has not ended its upload within {self._bound_s:g} s"
+            words = f"the mirror has not ended its upload within {self.longest_s:g} s"
             self.notify(f"{words} (checkpoint.timeout_s, checkpoint.min_mib_per_s)", "warning")
         self._worker.put(None)
 
@@ -165,7 +165,7 @@ class Mirror(Sink):
 
         StageError if a completed run has no complete copy of its end; of another one, a message.
         """
-        bound_s = self._grace_s if summary.status == "interrupted" else self._bound_s
+        bound_s = self._grace_s if summary.status == "interrupted" else self.longest_s
         self.notify(f"mirroring the end of the run to {self._copies.place}", "info")
         self._ending = True
         arrived, deadline = threading.Event(), time.monotonic() + bound_s

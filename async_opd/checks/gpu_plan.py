@@ -240,12 +240,13 @@ def given_up(
     placed: Mapping[Unit, str],
     free: Mapping[str, int],
     level: Mapping[Unit, int],
-) -> list[Unit]:
-    """The placed units that give their GPUs to more important ones, which no node has room for.
+) -> dict[Unit, Unit]:
+    """The placed units that give their GPUs up, each with the more important one that gets them.
 
-    ``waiting`` units come in the order of their importance; ``free``: free GPUs by node.
+    No node has room for that one. ``waiting`` units come in the order of their importance;
+    ``free``: free GPUs by node.
     """
-    room, given = dict(free), list[Unit]()
+    room, given = dict(free), dict[Unit, Unit]()
     for unit in waiting:
         fitting = [node for node in room if room[node] >= unit.gpus]
         if fitting:
@@ -259,10 +260,14 @@ def given_up(
                 if gpus < unit.gpus and level[one] > level[unit]:
                     taken.append(one)
                     gpus += one.gpus
+            for one in [*taken]:  # a large one may make small ones needless
+                if gpus - one.gpus >= unit.gpus:
+                    taken.remove(one)
+                    gpus -= one.gpus
             if gpus >= unit.gpus:
                 choices.append((-min(level[one] for one in taken), _gpus(taken), node, taken))
         if choices:
             *_, node, taken = min(choices, key=lambda choice: choice[:3])
-            given += taken
+            given |= dict.fromkeys(taken, unit)
             room[node] += _gpus(taken) - unit.gpus
     return given

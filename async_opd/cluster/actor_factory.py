@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.checks.gpu_memory import beside
+from async_opd.checks.gpu_plan import RANKS
 from async_opd.checks.resources import Pool, guests_of, hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
@@ -31,6 +32,7 @@ from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
 from async_opd.queue.image_caches import image_caches
 from async_opd.waiting.barriers import Barriers
+from async_opd.waiting.deadline import Bound
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.waits import Waits
 from rollouter.spec import StudentEngineSpec
@@ -73,6 +75,7 @@ class ActorFactory:
     notify: Callable[[str], None]
     bundles: GpuBundles = field(default_factory=GpuBundles)
     nodes: ComparedNodes | None = None
+    waits: Waits = field(default_factory=lambda: Waits(discard))
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
     stages: list[Remote] = field(default_factory=list)
@@ -83,7 +86,6 @@ class ActorFactory:
 
     def __post_init__(self) -> None:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
-        self.waits = Waits(self.notify)
         self.env = shared_environment(self.config.cluster, os.environ)
         self.run_dir = str(Path(self.config.run_dir or ".").absolute())  # for other processes
         self._known_beside: dict[str, int] = {}  # by pool
@@ -221,7 +223,7 @@ class ActorFactory:
         assert not isinstance(guest, EndpointReplica)
         bound_s = self.config.timeouts.engine_start_s
         try:
-            async with asyncio.timeout(bound_s):
+            async with Bound(bound_s):
                 await guest.sleep()
         except BaseException as error:
             guest.kill()  # no other part has a handle of it yet
@@ -258,6 +260,7 @@ class ActorFactory:
         actor_factory = replace(
             self,
             notify=discard,
+            waits=Waits(discard),
             started=[],
             engines=[],
             stages=[],
@@ -333,19 +336,22 @@ class ActorFactory:
 
         Without one it is a singleton, and on the node of the trainer, where samples end.
         """
+        strategy = await self.bundles.strategy(*(bundle or (RANKS, 0)))
         create = partial(
             Remote.create,
             actor.name,
             timeout_s=self.config.timeouts.request_s,
             env={**(env or {}), **self.env},
             gpus=gpus,
-            bundle=await self.bundles.strategy(*(bundle or ("train", 0))),
+            bundle=strategy,
             restarts=restarts,
             place=place,
             actor=f"{run_name(self.config)}/{actor.path}",
             kind=actor.kind,
         )
-        remote = await when_free(create, actor.name, self.config.timeouts.engine_start_s)
+        bound = self.config.timeouts.engine_start_s
+        with self.waits.on(f"{actor.name} to be free as a name in Ray", bound):
+            remote = await when_free(create, actor.name, bound)
         remote.compare_node = self.nodes.compare if self.nodes else None
         self.started.append(remote)
         return remote

@@ -22,6 +22,7 @@ from pathlib import Path
 from ray.exceptions import ActorAlreadyExistsError
 
 from async_opd.cluster.actor_shell import RETRY_S, START_KEY, Remote
+from async_opd.cluster.watching.nodes import nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageTimeout
 from async_opd.core.stages import TRAINER
@@ -84,12 +85,13 @@ async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -
 
     Ray frees the name of an actor that is killed, or whose owner has died. It does not free the
     name of one that crashed: a rebuild kills that one first. Raises StageTimeout after
-    ``timeout_s``.
+    ``timeout_s``, and StageError if Ray's head does not answer.
     """
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
+                    await nodes()  # ``create`` would wait without end for a head that is lost
                     return create()
                 except ActorAlreadyExistsError:
                     await asyncio.sleep(RETRY_S)

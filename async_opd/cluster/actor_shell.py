@@ -13,16 +13,18 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from threading import Thread
 from time import monotonic
 from types import ModuleType
 from typing import Any, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.cluster.faults import NODE, last_error_lines, to_stage_error
 from async_opd.cluster.network import name_interface, own_address
@@ -30,8 +32,8 @@ from async_opd.cluster.watching.nodes import (
     PLACED,
     POLL_S,
     REMOVED,
+    Node,
     group_state,
-    known_loss,
     lost_node,
     nodes,
 )
@@ -52,7 +54,7 @@ from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.niceness import yield_to_starting
 from async_opd.processes.parent_death import SAFE_PATH
-from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.deadline import Bound, Deadline
 
 START_KEY, REQUEST_KEY, LIVENESS_KEY = (
     "timeouts.engine_start_s",
@@ -60,8 +62,10 @@ START_KEY, REQUEST_KEY, LIVENESS_KEY = (
     "supervision.timeout_s",
 )
 """Config keys of bounds, for remedies."""
-WORDS_S = 5.0
-"""Seconds in which a process that failed has to send the last lines of its log."""
+WORDS_S = 30.0
+"""Seconds in which another node has to send the last lines of a log."""
+CONFIRM_S = 1.0
+"""Seconds for the head to confirm that it ends a process, which it does within a millisecond."""
 RETRY_S = 0.05
 """Seconds before a call is repeated whose process died."""
 
@@ -132,10 +136,6 @@ class ActorShell:
         gpus = context.get_accelerator_ids().get("GPU", [])
         process = context.get_worker_id()
         return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)), process)
-
-    async def error_lines(self, process: str) -> str:
-        """The errors at the end of its output, or of a predecessor's, for another machine."""
-        return await asyncio.to_thread(last_error_lines, process)
 
     async def listen(self, cluster: ClusterConfig) -> tuple[str, int, int]:
         """Opens a socket for the object to build: its address, port and file descriptor."""
@@ -237,14 +237,25 @@ class Remote:
         found = await self._bounded(place.remote, timeout_s, "starting", START_KEY)
         return cast(ActorPlacement, found)
 
+    async def placed(self) -> None:
+        """Returns when its reserved GPUs are on a node, or were given to another process.
+
+        It has no bound of its own: a cluster without enough GPUs is no failure of the process.
+        """
+        self.node = ""
+        while self.group is not None:
+            with suppress(StageError):  # the head does not answer
+                state, self.node = await self._state(self.group)
+                if state in (PLACED, REMOVED):
+                    return
+            await Deadline(self.name).pause(POLL_S)
+
     async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
         """Builds the object; EngineStartError with the process's last error lines if that fails.
 
         Displaced if it fails since the process lost its machine.
         """
-        self.node = ""
-        while self.group is not None and await self._state(self.group) not in (PLACED, REMOVED):
-            await Deadline(self.name).pause(POLL_S)  # before the time of its start begins
+        await self.placed()
         began = monotonic()
         try:
             found = await self._started(timeout_s)
@@ -259,7 +270,7 @@ class Remote:
         except StageError as error:
             if (displaced := await self.displaced()) is not None:
                 raise displaced from error
-            words = await self._error_lines(found.process) if "found" in locals() else ""
+            words = await self._error_lines(found) if "found" in locals() else ""
             raise EngineStartError(
                 self.name,
                 f"did not start: {error.cause}"
@@ -267,14 +278,20 @@ class Remote:
                 error.remedy,
             ) from error
 
-    async def _error_lines(self, process: str) -> str:
-        """From its log, if that is on this machine; otherwise it is asked itself."""
-        words = await asyncio.to_thread(last_error_lines, process)
-        if not words:
-            with suppress(StageError):  # it is dead, or hangs
-                ask = partial(self._handle.error_lines.remote, process)
-                words = str(await self._bounded(ask, WORDS_S, "its last lines", ""))
-        return words
+    async def _error_lines(self, at: ActorPlacement) -> str:
+        """From its log, which a task on its node reads: the process may be dead, or hang."""
+        if not ray.is_initialized() or at.node == ray.get_runtime_context().get_node_id():
+            return await asyncio.to_thread(last_error_lines, at.process)
+        read = ray.remote(last_error_lines).options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(at.node, soft=False),
+            runtime_env={"env_vars": {SAFE_PATH: "1"}},
+        )
+        with suppress(StageError):
+            ask = partial(read.remote, at.process)
+            return str(await self._bounded(ask, WORDS_S, "reading its log", ""))
+        return ""
 
     async def displaced(self) -> Displaced | None:
         """The error that says so if its machine is lost, after the head's verdict, or its GPUs."""
@@ -282,7 +299,7 @@ class Remote:
             return Displaced(self.name, node.loss, NODE)
         state = PLACED
         with suppress(StageError):  # the head does not answer
-            state = PLACED if self.group is None else await self._state(self.group)
+            state = PLACED if self.group is None else (await self._state(self.group))[0]
         if state == PLACED:
             return None
         gone = "its GPUs were given to a more important process"
@@ -293,7 +310,7 @@ class Remote:
         )
         return Displaced(self.name, cause, "join machines with GPUs")
 
-    async def _state(self, group: PlacementGroup) -> str:
+    async def _state(self, group: PlacementGroup) -> tuple[str, str]:
         await nodes()  # raises if the head does not answer: the next call would not end
         return await asyncio.to_thread(group_state, group)
 
@@ -310,7 +327,7 @@ class Remote:
         """Where its process is; while Ray ends an earlier process, that of the next one."""
         error = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with Bound(timeout_s):
                 while True:
                     try:
                         return await self.place(timeout_s)
@@ -360,9 +377,20 @@ class Remote:
             return await Deadline(self.name).within(timeout_s, what, call(), remedy)
         except ray.exceptions.RayError as error:
             failure = to_stage_error(self.name, what, error, self._restarts)
-            if isinstance(failure, ProcessDied) and (node := await known_loss(self.node)):
-                failure = type(failure)(self.name, f"{node.loss}, during {what}", NODE)
-            raise failure from error
+            raise await self._with_node(failure, what) from error
+
+    async def _with_node(self, failure: StageError, what: str) -> StageError:
+        """A death with its machine, if that is lost, or one of several that its log may be on."""
+        found: Mapping[str, Node] = {}
+        if isinstance(failure, ProcessDied):
+            with suppress(StageError):  # the head does not answer
+                found = await nodes()
+        node = found.get(self.node)
+        if node is None or len(found) < 2:
+            return failure
+        if not node.alive:
+            return type(failure)(self.name, f"{node.loss}, during {what}", NODE)
+        return type(failure)(self.name, f"on {node.name}: {failure.cause}", failure.remedy)
 
     async def pid(self, timeout_s: float) -> int:
         """The id of its current process."""
@@ -391,11 +419,32 @@ class Remote:
 
     def restart(self) -> None:
         """Ends the process; Ray starts another one, without an object."""
-        ray.kill(self._handle, no_restart=False)
+        _confirmed(partial(ray.kill, self._handle, no_restart=False))
 
     def kill(self) -> None:
         """Ends the process and its children for good."""
-        ray.kill(self._handle)
+        _confirmed(partial(ray.kill, self._handle))
+
+
+def _confirmed(work: Callable[[], None]) -> None:
+    """Does what Ray's head confirms; returns after ``CONFIRM_S`` without its answer.
+
+    Ray waits for the answer of a lost head without end. The event loop that calls this is the one
+    that has to notice the loss.
+    """
+    errors: list[Exception] = []
+
+    def body() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = Thread(target=body, name="end a process", daemon=True)
+    thread.start()
+    thread.join(CONFIRM_S)
+    if errors:
+        raise errors[0]
 
 
 async def raise_unless_built(remote: Remote, bound: float) -> None:
@@ -417,7 +466,7 @@ async def end_built(remote: Remote, bound: float) -> None:
     while: the next answer tells which.
     """
     with suppress(StageError, TimeoutError):
-        async with asyncio.timeout(bound):
+        async with Bound(bound):
             while True:
                 try:
                     if not await remote.is_built(bound):

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from random import SystemRandom
 from typing import Any
 
 import ray
@@ -22,23 +23,32 @@ from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
     placement_group,
-    placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from async_opd.checks.gpu_plan import Bundle, GpuNode, Unit, assign, fits, shortage, units
+from async_opd.checks.gpu_plan import (
+    RANKS,
+    Bundle,
+    GpuNode,
+    Unit,
+    assign,
+    fits,
+    shortage,
+    units,
+)
 from async_opd.checks.resources import pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import run_name
-from async_opd.cluster.watching.nodes import PLACED, REMOVED, group_state
+from async_opd.cluster.actor_shell import START_KEY
+from async_opd.cluster.watching.nodes import ANSWER_S, PLACED, POLL_S, REMOVED, group_state
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel
 
-POLL_S = 1.0
-"""Seconds between two looks at a cluster whose GPUs others use."""
+TOGETHER_S = 20.0
+"""Seconds for Ray to place all units after a look that found room for them."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,15 @@ class GpuBundles:
                     return PlacementGroupSchedulingStrategy(group, number)
         return None
 
+    async def placed(self) -> None:
+        """Returns once all units are placed."""
+        await gather_or_cancel(*map(self._placed, self.units))
+
     async def _placed(self, unit: Unit) -> PlacementGroup:
         """The unit's group once it is placed. Another one may have taken the place of the first."""
         while True:
-            group = (await asyncio.to_thread(self._groups)).get(self._name(unit))
-            if group is not None and await asyncio.to_thread(group_state, group) == PLACED:
+            group, state, _ = await asyncio.to_thread(self._group, unit)
+            if group is not None and state == PLACED:
                 return group
             await asyncio.sleep(POLL_S)
 
@@ -75,35 +89,29 @@ class GpuBundles:
         """Asks Ray for the unit's GPUs, those of the ``node`` if it still has them."""
         return placement_group(
             [{"GPU": bundle.gpus} if bundle.gpus else {"memory": 1} for bundle in unit.bundles],
-            strategy="STRICT_PACK",
+            strategy="STRICT_PACK" if unit.gpus else "SPREAD",
             name=self._name(unit),
             _soft_target_node_id=node,
         )
 
     def remove(self, unit: Unit) -> None:
         """Gives the unit's GPUs back; Ray ends the processes that have them."""
-        if (group := self._groups().get(self._name(unit))) is not None:
+        if (group := self._group(unit)[0]) is not None:
             remove_placement_group(group)
 
     def asked(self) -> dict[Unit, str | None]:
         """The node of each unit whose GPUs were asked for; None while it waits for them."""
-        groups, found = self._groups(), dict[Unit, str | None]()
-        for unit in self.units:
-            if (group := groups.get(self._name(unit))) is not None:
-                table = placement_group_table(group)
-                placed = table["state"] == PLACED
-                found[unit] = next(iter(table["bundles_to_node_id"].values())) if placed else None
-        return found
+        groups = {unit: self._group(unit) for unit in self.units}
+        return {unit: node or None for unit, (group, _, node) in groups.items() if group}
 
-    def _groups(self) -> dict[str, PlacementGroup]:
-        """The groups of the run that are not removed, by name."""
-        found = {}
-        for unit in self.units:
-            with suppress(ValueError):  # there is none of this name
-                group = get_placement_group(self._name(unit))
-                if group_state(group) != REMOVED:
-                    found[self._name(unit)] = group
-        return found
+    def _group(self, unit: Unit) -> tuple[PlacementGroup | None, str, str]:
+        """The unit's group, its state and its node; None if there is none, or it is removed."""
+        with suppress(ValueError):  # there is none of this name
+            group = get_placement_group(self._name(unit))
+            state, node = group_state(group)
+            if state != REMOVED:
+                return group, state, node
+        return None, REMOVED, ""
 
     def _name(self, unit: Unit) -> str:
         return f"{self.run}/{unit.pool}/{unit.bundles[0].index}"
@@ -114,16 +122,27 @@ def names(unit: Unit) -> str:
     return ", ".join(actor_names.of_pool(bundle.pool, bundle.index) for bundle in unit.bundles)
 
 
-def trainers_bundle(config: RunConfig) -> GpuBundles:
-    """A place without GPUs for the trainer's first rank, and so for the singletons: on one node.
+async def cpu_places(config: RunConfig) -> GpuBundles:
+    """Places without GPUs: one for the trainer's first rank and the singletons, others apart.
 
-    It takes one byte of memory in Ray's books, which every node has: Ray forgets a node affinity
-    that is soft when it restarts an actor. If the node dies, Ray moves it to another one.
+    Ray spreads these over the nodes, and would start processes that reserve nothing anywhere. Each
+    place takes one byte of memory in Ray's books, which every node has: Ray forgets a node affinity
+    that is soft when it restarts an actor. If a node dies, Ray moves its places to another one.
     """
-    unit = Unit((Bundle("train", 0, 0),))
-    bundles = GpuBundles(run_name(config), (unit,))
-    bundles.create(unit)
-    return bundles
+    bundles = [
+        Bundle(pool.name, index, 0)
+        for pool in pools(config)
+        if pool.shares is None
+        for index in range(pool.replicas)
+    ]
+    trainer = Bundle(RANKS, 0, 0)
+    apart = Unit(tuple(bundle for bundle in bundles if bundle != trainer))
+    places = GpuBundles(run_name(config), (Unit((trainer,)), apart))
+    for unit in places.units:
+        await asyncio.to_thread(places.create, unit)
+    bound, what = config.timeouts.engine_start_s, "placing its processes"
+    await Deadline("cluster").within(bound, what, places.placed(), f"raise {START_KEY}")
+    return places
 
 
 async def reserve(
@@ -135,23 +154,51 @@ async def reserve(
     after ``cluster.wait_s``, or if others use its GPUs for so long.
     """
     named = [pool for pool in pools(config) if not only or pool.name in only]
-    wanted, deadline = units(named), Deadline("cluster")
-    bundles = GpuBundles(run_name(config), tuple(wanted))
-    groups: dict[Unit, PlacementGroup] = {}
+    bundles = GpuBundles(run_name(config), tuple(units(named)))
     await _complete(bundles, config.cluster.wait_s, notify)
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
-            nodes = await _room(wanted, notify, deadline)
-            for unit, node in nodes.items():
-                groups[unit] = bundles.create(unit, node)
-            await gather_or_cancel(*(_ready(group) for group in groups.values()))
-    except BaseException as error:
-        for group in groups.values():
-            remove_placement_group(group)
-        if isinstance(error, TimeoutError):
-            raise _too_small(wanted) from error
-        raise
+            while not await _are_reserved(bundles, notify):
+                notify(
+                    "cluster: another run took some of the GPUs; all are given back, until later"
+                )
+                await asyncio.sleep(SystemRandom().uniform(0, TOGETHER_S))
+    except TimeoutError as error:
+        raise await asyncio.to_thread(_too_small, bundles.units) from error
     return bundles
+
+
+async def _are_reserved(bundles: GpuBundles, notify: Callable[[str], None]) -> bool:
+    """Whether all units got their GPUs; otherwise none has any.
+
+    Of two runs that start at the same moment each could have a part of what both need, for ever.
+    """
+    placed = False
+    try:
+        for unit, node in (await _room(bundles.units, notify)).items():
+            await asyncio.to_thread(bundles.create, unit, node)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TOGETHER_S):
+                await bundles.placed()
+                placed = True
+    finally:
+        if not placed:
+            await _give_back(bundles)
+    return placed
+
+
+async def _give_back(bundles: GpuBundles) -> None:
+    """Removes all groups. A head that is lost does not answer, and is not waited for."""
+
+    def remove() -> None:
+        for unit in bundles.units:
+            bundles.remove(unit)
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(2 * ANSWER_S):
+            await asyncio.to_thread(remove)
+            while await asyncio.to_thread(bundles.asked):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
 
 
 async def _complete(bundles: GpuBundles, wait_s: float, notify: Callable[[str], None]) -> None:
@@ -160,44 +207,36 @@ async def _complete(bundles: GpuBundles, wait_s: float, notify: Callable[[str], 
     Meanwhile Ray is asked for the GPUs of all units, which is what an autoscaler starts nodes for.
     They are given back before the units are assigned: Ray places small ones where large ones fit.
     """
-    if not wait_s or fits(bundles.units, gpu_nodes()):
+    nodes = await asyncio.to_thread(gpu_nodes)
+    if not wait_s or fits(bundles.units, nodes):
         return
-    notify(f"cluster: waiting for machines: {shortage(bundles.units, gpu_nodes())}")
+    notify(f"cluster: waiting for machines: {shortage(bundles.units, nodes)}")
     try:
         async with asyncio.timeout(wait_s):
             for unit in sorted(bundles.units, key=lambda unit: -unit.gpus):
-                bundles.create(unit)
-            while not fits(bundles.units, gpu_nodes()):  # noqa: ASYNC110
+                await asyncio.to_thread(bundles.create, unit)
+            while not fits(bundles.units, await asyncio.to_thread(gpu_nodes)):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
     except TimeoutError as error:
-        raise _too_small(bundles.units) from error
+        raise await asyncio.to_thread(_too_small, bundles.units) from error
     finally:
-        for unit in bundles.units:
-            bundles.remove(unit)
-    while bundles.asked():  # noqa: ASYNC110
-        await asyncio.sleep(POLL_S)
+        await _give_back(bundles)
 
 
-async def _room(
-    wanted: list[Unit], notify: Callable[[str], None], deadline: Deadline
-) -> dict[Unit, str]:
+async def _room(wanted: Sequence[Unit], notify: Callable[[str], None]) -> dict[Unit, str]:
     """The planned node of each unit, as soon as enough GPUs are free."""
     looks = 0
     while True:
-        nodes = gpu_nodes()
+        nodes = await asyncio.to_thread(gpu_nodes)
         if not fits(wanted, nodes):
-            raise _too_small(wanted)
+            raise await asyncio.to_thread(_too_small, wanted)
         found = assign(wanted, {node.id: node.free for node in nodes})
         if found is not None:
             return found
         if looks == 1:  # the first look may be older than the end of another run
             notify(f"cluster: waiting for GPUs that others use: {shortage(wanted, nodes)}")
         looks += 1
-        await deadline.pause(POLL_S)
-
-
-async def _ready(group: PlacementGroup) -> None:
-    await group.ready()
+        await asyncio.sleep(POLL_S)
 
 
 def _too_small(wanted: Sequence[Unit]) -> ConfigError:

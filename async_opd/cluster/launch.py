@@ -10,7 +10,15 @@ A process whose GPUs others share is built after these, which sleep then.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -21,14 +29,8 @@ from async_opd.accounting.images import kept
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
-from async_opd.cluster.gpu_bundles import (
-    GpuBundles,
-    gpu_nodes,
-    names,
-    reserve,
-    trainers_bundle,
-)
-from async_opd.cluster.node_checks import check_nodes
+from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, names, reserve
+from async_opd.cluster.node_checks import ComparedNodes, check_nodes
 from async_opd.cluster.proxies import (
     QueueProxy,
     ReplayerProxy,
@@ -45,7 +47,7 @@ from async_opd.cluster.watching.placement import Placement
 from async_opd.cluster.watching.watch import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
-from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
+from async_opd.core.errors import ConfigError, HeadLost, Problem, StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
@@ -71,18 +73,22 @@ class LaunchedStages:
     singletons: SingletonActors
     watch: ClusterWatch
 
+    async def watched(self, work: Awaitable[None]) -> None:
+        """Awaits the work. HeadLost when the head of the cluster is lost meanwhile."""
+        await race(self.watch.run(), work)
+
     async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
         """See Stages. Raises HeadLost when the head of the cluster is lost."""
-        await race(self.watch.run(), self.singletons.supervise(reissue, step))
+        await self.watched(self.singletons.supervise(reissue, step))
 
     async def rewind(self, error: StageError) -> None:
         """After the trainer's death, or for a rollback: rebuilds all stages, keeps the engines.
 
         The trainer then has the student's first weights. Raises if it died too often.
         """
-        await race(self.watch.run(), self.singletons.rebuild_all(error))
+        await self.watched(self.singletons.rebuild_all(error))
 
     async def save_early(self, directory: str) -> None:
         """Saves the student of a run that ends before its time. Raises what the trainer raises.
@@ -122,15 +128,17 @@ async def launch(
     eos_ids: tuple[int, ...],
     factories: Factories | None = None,
     notify: Callable[[str], None] = discard,
+    waits: Waits | None = None,
 ) -> AsyncIterator[LaunchedStages]:
     """Starts Ray and all actors; ends all of their processes at the end.
 
-    ``notify`` gets a line for each event of a member: a death, a restart.
+    ``notify`` gets a line for each event of a member: a death, a restart. ``waits`` names what is
+    waited for; by default to ``notify``, too.
 
     Raises EngineStartError with the name of the first actor that did not start.
     """
     given = (device, eos_ids, factories or Factories(), notify)
-    async with _processes(config, *given) as (actor_factory, reaper):
+    async with _processes(config, *given, waits=waits) as (actor_factory, reaper):
         hosts = {str(teacher.host) for teacher in config.teachers.values() if teacher.host}
         reserved = (actor_factory.bundles, hosts, notify, actor_factory.waits)
         watch = ClusterWatch(notify, Placement(*reserved, gpu_nodes, names))
@@ -148,9 +156,10 @@ async def _processes(
     factories: Factories,
     notify: Callable[[str], None],
     only: Collection[str] | None = None,
+    waits: Waits | None = None,
 ) -> AsyncIterator[tuple[ActorFactory, ProcessReaper | None]]:
     """Starts Ray and reserves GPUs, of ``only`` some pools; at the end ends all processes."""
-    waits, bound = Waits(notify), config.timeouts.engine_start_s
+    waits = waits or Waits(notify)
     if (address := config.cluster.joins) != config.cluster.address:
         notify("cluster: a local one" if address is None else f"cluster: joining {address}")
         if address is not None and address.startswith("ray://"):
@@ -160,19 +169,40 @@ async def _processes(
         cluster = config.cluster.model_copy(update={"address": address})
         config = config.model_copy(update={"cluster": cluster})
     async with ray_session(config, waits) as reaper:
-        with waits.on("reports of the nodes", bound):
-            nodes = await check_nodes(config, device)
-        bundles = GpuBundles()
-        if device == "cpu" and nodes is not None:  # a local run has one node
-            bundles = trainers_bundle(config)
-        if device == "cuda" and (only is None or only):
-            with waits.on("GPUs", bound + config.cluster.wait_s):
-                bundles = await reserve(config, notify, only or ())
-        actor_factory = ActorFactory(config, device, eos_ids, factories, notify, bundles, nodes)
+        preparing = _prepared(config, device, notify, waits, only)
+        nodes, bundles = await race(ClusterWatch(notify).run(), preparing)
+        given = (config, device, eos_ids, factories, notify, bundles, nodes, waits)
+        actor_factory = ActorFactory(*given)
+        lost = False
         try:
             yield actor_factory, reaper
+        except HeadLost:  # Ray ends all processes, and this one soon: its record comes first
+            lost = True
+            raise
         finally:
-            await actor_factory.close()
+            if not lost:
+                with waits.on("the processes to end", config.timeouts.shutdown_s):
+                    await actor_factory.close()
+
+
+async def _prepared(
+    config: RunConfig,
+    device: Device,
+    notify: Callable[[str], None],
+    waits: Waits,
+    only: Collection[str] | None,
+) -> tuple[ComparedNodes | None, GpuBundles]:
+    """Compares the nodes of the cluster, and reserves the GPUs, or places on CPUs."""
+    bound = config.timeouts.engine_start_s
+    with waits.on("reports of the nodes", bound):
+        nodes = await check_nodes(config, device)
+    if device == "cuda" and (only is None or only):
+        with waits.on("GPUs", bound + config.cluster.wait_s):
+            return nodes, await reserve(config, notify, only or ())
+    if device == "cpu" and nodes is not None:  # a local run has one node
+        with waits.on("places for its processes", bound):
+            return nodes, await cpu_places(config)
+    return nodes, GpuBundles()
 
 
 @asynccontextmanager
@@ -315,7 +345,7 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
         scorer,
         trainer,
         _refreshing(actor_factory, rollouts, trainer, scorer, scoring.weights),
-        SingletonActors(config, actor_factory.notify, *stages),
+        SingletonActors(config, actor_factory.notify, *stages, actor_factory.waits),
         watch,
     )
 

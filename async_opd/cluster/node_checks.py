@@ -47,7 +47,8 @@ async def check_nodes(config: RunConfig, device: Device) -> ComparedNodes | None
     with _probe(config, _folders(config)) as probe:
         driver = await asyncio.to_thread(report, "the driver", probe, False)
     compared = ComparedNodes(config, device, driver)
-    problems = await compared.problems([node for node in ray.nodes() if node["Alive"]])
+    nodes = await asyncio.to_thread(ray.nodes)
+    problems = await compared.problems([node for node in nodes if node["Alive"]])
     if problems:
         raise ConfigError(problems)
     return compared
@@ -64,8 +65,10 @@ class ComparedNodes:
 
     async def compare(self, node: str) -> None:
         """Compares the node of this id unless it was. StageError with all problems of it."""
-        new = [found for found in ray.nodes() if found["NodeID"] == node and node not in self.ids]
-        problems = await self.problems(new)
+        if node in self.ids:
+            return
+        found = await asyncio.to_thread(ray.nodes)
+        problems = await self.problems([one for one in found if one["NodeID"] == node])
         if problems:
             words = "; ".join(f"{one.key}: {one.message}" for one in problems)
             remedies = dict.fromkeys(one.remedy for one in problems)

@@ -115,6 +115,7 @@ class StudentProxy(Proxy):
     progress = remote(StudentReplica.progress, NO_TIMEOUT)
     report = remote(StudentReplica.report, NO_TIMEOUT)
     stop = remote(StudentReplica.stop, NO_TIMEOUT)
+    stop_evaluation = remote(StudentReplica.stop_evaluation, NO_TIMEOUT)
     alive = remote(StudentReplica.alive, NO_TIMEOUT)
     ready = remote(StudentReplica.ready)
     join = remote(StudentReplica.join, NO_TIMEOUT)

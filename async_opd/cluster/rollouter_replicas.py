@@ -24,7 +24,7 @@ from async_opd.cluster.rollouter_actor import Predecessor, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
 from async_opd.core.reports import SyncReport
-from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.deadline import Bound, Deadline
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot
 from rollouter.orders import Order
@@ -72,22 +72,34 @@ class RollouterActor(SingletonActor):
         """
         remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
         bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
-        with actor_factory.waits.on("the sync group of the replicas", bound):
+        waits = actor_factory.waits
+        with waits.on("the replicas of the student", actor_factory.config.timeouts.request_s):
             workers = await gather_or_cancel(*(student.ready() for student in students))
         replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
         rollouter = cls(remote, actor_factory, replicas, *stages)
-        await rollouter.build()
+        with waits.on(f"{remote.name} to start", bound):
+            await rollouter.build()
         actor_factory.stages.append(remote)
-        with actor_factory.waits.on("the sync group of the replicas", bound):
+        with waits.on("the sync group of the replicas", bound):
             connecting = rollouter.proxy.connect()
             what = "connecting the sync group"
             await Deadline(remote.name).within(bound, what, connecting, remedy)
         return rollouter
 
     async def build(self) -> None:
-        """See SingletonActor. Cancels the orders of an earlier object: the new one repeats them."""
+        """See SingletonActor. Cancels the orders of an earlier object: the new one repeats them.
+
+        Nobody waits any more for the answers that an earlier object has asked for.
+        """
         await self._cancel_starts()
         config = self.actor_factory.config
+        calls = (
+            Deadline(replica.student.name).within(
+                config.supervision.timeout_s, "ending answers", replica.student.stop_evaluation()
+            )
+            for replica in self.replicas
+        )
+        await asyncio.gather(*calls, return_exceptions=True)  # a dead one has none
         stages = (self.queue, self.trainer, self.scorer)
         before = Predecessor(self.newest, self.rebuilds, behind=self.snapshots)
         args = (config, tuple(self.replicas), *stages, before)
@@ -99,7 +111,7 @@ class RollouterActor(SingletonActor):
         async with asyncio.TaskGroup() as group:
             while True:
                 for order in await self.proxy.replica_orders(seen):
-                    seen = max(seen, order.number)
+                    seen = order.number
                     task = group.create_task(self._start(order), name=f"order {order.number}")
                     self._starting.add(task)
                     task.add_done_callback(self._starting.discard)
@@ -146,7 +158,7 @@ class RollouterActor(SingletonActor):
     async def _stopped(self, index: int, timeout_s: float) -> None:
         replica, rollout = self.replicas[index], self.actor_factory.config.rollout
         try:
-            async with asyncio.timeout(timeout_s):
+            async with Bound(timeout_s):
                 await replica.student.stop()
                 if rollout.host is not None and index < rollout.replicas:
                     await replica.student.sleep()

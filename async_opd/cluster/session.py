@@ -22,7 +22,7 @@ from ray.job_config import JobConfig
 from async_opd.cluster.actor_names import namespace
 from async_opd.cluster.ray_folder import WORKER_LOGS, RayFolder, environment, ray_folder
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import StageError
+from async_opd.core.errors import HeadLost, StageError
 from async_opd.core.printable import indented
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import regular_file
@@ -90,20 +90,33 @@ async def ray_session(
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     private_compile_cache()
+    waits = waits or Waits(lambda line: None)
     with ExitStack() as stack:
         stack.enter_context(environment({SAFE_PATH: "1"}))
-        with (waits or Waits(lambda line: None)).on("Ray", config.timeouts.engine_start_s):
+        with waits.on("Ray", config.timeouts.engine_start_s):
             folder, ours = await _started(config, stack)
+        lost = False
         try:
             async with _logs_kept(config, folder, of_workers=True):
                 yield ours
+        except HeadLost:
+            lost = True
+            raise
         finally:
-            try:
-                async with asyncio.timeout(config.timeouts.shutdown_s):
-                    await _in_a_daemon(ray.shutdown)
-            except TimeoutError:  # a joined cluster ends the processes of a run itself
-                if ours is not None:
-                    await asyncio.to_thread(ours.kill_all)
+            left = not lost and await _shut_down(config.timeouts.shutdown_s, waits)
+            if not left and ours is not None:  # a joined cluster ends the run's processes itself
+                await asyncio.to_thread(ours.kill_all)
+
+
+async def _shut_down(bound_s: float, waits: Waits) -> bool:
+    """Leaves the cluster; False if Ray does not end within the bound."""
+    try:
+        with waits.on("Ray to end", bound_s):
+            async with asyncio.timeout(bound_s):
+                await _in_a_daemon(ray.shutdown)
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _started(

@@ -108,6 +108,7 @@ class TrainerActor(SingletonActor):
     async def build(self) -> None:
         """See SingletonActor. Several ranks are built together: each waits for all."""
         bound = self.config.timeouts.engine_start_s
+        await gather_or_cancel(*(rank.placed() for rank in self.ranks))
         if not self.others:
             await self.remote.build(self.path, self.args, bound)
             return
@@ -195,13 +196,13 @@ class SingletonActors:
     scorer: ScorerActor
     rollouter: RollouterActor
     trainer: TrainerActor
+    waits: Waits
 
     def __post_init__(self) -> None:
         """Deaths are counted from here on, over all restarts of the trainer."""
         self._step: Callable[[], int] = int
         self._reissue: Callable[[], object] = int  # does nothing
         self._bound = self.config.supervision.timeout_s
-        self._waits = Waits(self.notify)
         restarted = [self.queue, self.scorer, self.rollouter]
         self.members = self._members("stages", restarted, self._rebuilt)
         self.trainers = self._members(TRAINER, [self.trainer], self._as_new)
@@ -226,8 +227,8 @@ class SingletonActors:
             needed=len(singles),
             start_s=self.config.timeouts.engine_start_s,
         )
-        members = MemberSet(name, {actor.remote.name: actor for actor in singles}, policy)
-        members.waits = self._waits
+        named = {actor.remote.name: actor for actor in singles}
+        members = MemberSet(name, named, policy, waits=self.waits)
 
         def follow(event: Event) -> None:
             self.notify(str(event))

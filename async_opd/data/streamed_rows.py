@@ -31,7 +31,9 @@ class StreamedRows:
 
     def __init__(self, read: Callable[[int], Iterator[Entry]], window: int) -> None:
         """``window``: rows that are shuffled with each other."""
-        self._read, self._size = read, window
+        self._source, self._size = read, window
+        self.rows_read = 0
+        """Rows that have come from the source so far, left out, or again, too."""
         self._windows: dict[int, list[Entry]] = {}
         self._rest: Iterator[Entry] = iter(())
         self._at = -1  # the window that ``_rest`` begins with
@@ -46,10 +48,17 @@ class StreamedRows:
         Where a position lies in the source is only known once all rows before it were looked at: a
         run that is resumed far into the source does so once.
         """
-        fitting = _Fitting(self._read, fits)
-        made = StreamedRows(fitting.read, self._size)
-        made._fitting = fitting
+        made = StreamedRows(self._source, self._size)
+        made._fitting = _Fitting(made._rows, fits)
         return made
+
+    def _read(self, start: int) -> Iterator[Entry]:
+        return self._rows(start) if self._fitting is None else self._fitting.read(start)
+
+    def _rows(self, start: int) -> Iterator[Entry]:
+        for entry in self._source(start):
+            self.rows_read += 1
+            yield entry
 
     @property
     def left_out(self) -> int | None:

@@ -35,6 +35,7 @@ from async_opd.grading.grader_output import GraderOutput
 from async_opd.grading.graders import Grade, GradeError, exact, has_verifier
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.processes.parent_death import SAFE_PATH
+from async_opd.waiting.deadline import Bound
 
 PROGRAM = "async_opd.grading.grader_process"
 RAYS_TOKEN = "RAY_AUTH_TOKEN_PATH"
@@ -181,7 +182,7 @@ class _Process:
     async def _loaded(self, start_s: float) -> str:
         """'' when the grader is loaded, else the cause why it cannot be."""
         try:
-            async with asyncio.timeout(start_s):
+            async with Bound(start_s):
                 return (await self._answer(LOADED)).cause
         except TimeoutError:
             return f"it took longer than {start_s:g} s (timeouts.engine_start_s)"
@@ -198,7 +199,7 @@ class _Process:
         request = secrets.token_hex(8)
         self.output.renew()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with Bound(timeout_s):
                 self.writer.write(pickle.dumps((request, response, row)))
                 await self.writer.drain()
                 answer = await self._answer(request)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
@@ -40,6 +41,7 @@ from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.observability.wandb_sink import WandbSink
 from async_opd.processes.output import write_stderr
+from async_opd.waiting.waits import EVERY_S, WAITING, named
 
 METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
 RUN_LOG, SUMMARY = "run.log", "summary.json"
@@ -273,10 +275,31 @@ class RunLog:
     def _noted(self, sink: Sink, call: Callable[[Sink], str | None]) -> bool:
         """As ``_guard``; the text that the sink returns becomes a message."""
         notes: list[str | None] = []
-        succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
+        with self._waiting_for(sink):
+            succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
         for note in filter(None, notes):
             self.message(note, "warning")
         return succeeded
+
+    @contextmanager
+    def _waiting_for(self, sink: Sink) -> Iterator[None]:
+        """Lines of ``run.log`` from another thread, since the sink keeps this one waiting."""
+        over, since = threading.Event(), time.monotonic()
+        bound_s = getattr(sink, "longest_s", math.inf)
+
+        def speak() -> None:
+            while is_shown("info", self._format.level) and not over.wait(EVERY_S):
+                words = named(sink.name, time.monotonic() - since, bound_s)
+                with suppress(OSError):  # the next message is an error
+                    self._messages_file.write(self._line(WAITING + words, "info"))
+
+        thread = threading.Thread(target=speak, name="waits", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _guard(self, sink: Sink, call: Callable[[Sink], None]) -> bool:
         """Whether the call succeeded. Failures are counted, a sink's first one is reported."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ class Sink(Protocol):
     """
 
     required: ClassVar[bool] = False
+    longest_s: float = math.inf
+    """Seconds that ``start`` and ``close`` may each take; ``inf`` is no bound."""
 
     @property
     def name(self) -> str:

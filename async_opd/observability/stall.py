@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 from async_opd.config.run_config import RunConfig
@@ -13,27 +14,35 @@ from async_opd.core.stages import SamplingSpec, Stages
 from async_opd.observability.metering import Metering
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.liveness import CombinedProgress, ProgressWatchdog, answer_s
+from async_opd.waiting.waits import Waits
 
 Result = TypeVar("Result")
 
 PIPELINE = "pipeline"
 STAGES = 3
 """Each token of a sample is computed by the student, a teacher and the trainer."""
+NO_TOKEN = " without a new token"
+"""After the seconds of a bound: what it bounds."""
 LONGEST_PROMPT = 32_768
 """Tokens of a prompt for which the config has no bound."""
 
 
 class StallDetector:
-    """Bounds waits by the stages' progress. ``evaluated`` is the prompts of one evaluation."""
+    """Bounds waits by the stages' progress, and names them in ``waits``.
+
+    ``evaluated`` is the prompts of one evaluation.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         stages: Stages,
         metering: Metering,
+        waits: Waits,
         evaluated: int = 0,
         timer: Timer | None = None,
     ) -> None:
+        self._waits = waits
         self._bound_s = config.timeouts.stall_s
         self._metering = metering
         self._timer = timer
@@ -54,14 +63,16 @@ class StallDetector:
         """The work's result. StageTimeout when no token was computed for ``timeouts.stall_s``.
 
         The bound is at least ``least_s``, the longest time without a progress report. ``endless``:
-        other work goes on meanwhile, of any number of tokens. The error says what each pool waited
-        for.
+        other work goes on meanwhile, of any number of tokens, and nothing waits for this one. The
+        error says what each pool waited for.
         """
         quiet_s = max(self._bound_s, least_s)
         watchdog = ProgressWatchdog(PIPELINE, quiet_s, "timeouts.stall_s", self._timer)
+        most = sys.maxsize if endless else self._most
+        waiting = nullcontext() if endless else self._waits.on(what, quiet_s, NO_TOKEN)
         try:
-            most = sys.maxsize if endless else self._most
-            return await watchdog.within(f"waited for {what}", work, self._asked, most)
+            with waiting:
+                return await watchdog.within(f"waited for {what}", work, self._asked, most)
         except StageTimeout as error:
             if error.stage != PIPELINE:
                 raise

@@ -60,6 +60,7 @@ class WandbSink(Sink):
 
     def __init__(self, config: RunConfig, run_dir: Path, resumed: bool = False) -> None:
         self._config = config
+        self.longest_s = max(INIT_TIMEOUT_S, 2 * config.timeouts.shutdown_s)
         self._run_dir = run_dir
         self._run: wandb.Run | None = None
         self._at = LoggedRun.of(run_dir, self.name) if resumed else LoggedRun.new()

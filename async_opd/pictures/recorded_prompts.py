@@ -44,13 +44,16 @@ class RecordedPrompts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the stream and of the thumbnails, which evaluations may have written too."""
+        """Those of the stream and of the thumbnails, which evaluations may have written too.
+
+        Before, ``notify`` gets why images have none: not in ``next``, which a thread calls.
+        """
+        for note in self._thumbnails.notes():
+            self._notify(note, "warning")
         return self._prompts.metrics | self._thumbnails.metrics
 
     def next(self, count: int) -> list[Prompt | DeadLetter]:
         """The stream's next prompts. SourceError."""
-        for note in self._thumbnails.notes():
-            self._notify(note, "warning")
         found = self._prompts.next(count)
         self._look_at(one for one in found if isinstance(one, Prompt))
         return found

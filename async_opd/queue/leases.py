@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from async_opd.core.batch import Batch
 from async_opd.core.lease import Lease
+from async_opd.processes.numbers import Numbers
 from async_opd.waiting.deadline import Cancellable, Timer
 
 
@@ -28,7 +29,7 @@ class LeaseEntry:
 
 
 class LeaseTable:
-    """Leases by number. Numbers start at the process's time in ns: a restart repeats none."""
+    """Leases by number. A queue that is restarted repeats none."""
 
     def __init__(self, lease_s: float, timer: Timer, expired: Callable[[LeaseEntry], None]) -> None:
         """``expired`` is called with an entry that was not renewed for ``lease_s``."""
@@ -37,7 +38,7 @@ class LeaseTable:
         self._expired = expired
         self._leases: dict[int, LeaseEntry] = {}
         self._samples = 0
-        self._first = self._next = time.time_ns()
+        self._numbers = Numbers()
 
     def __len__(self) -> int:
         """Samples that are leased."""
@@ -45,8 +46,7 @@ class LeaseTable:
 
     def grant(self, batches: tuple[Batch, ...], consumer: str) -> Lease:
         """Leases the batches to the consumer; the lease's time begins."""
-        lease = Lease(self._next, batches)
-        self._next += 1
+        lease = Lease(self._numbers.take(), batches)
         self._leases[lease.id] = LeaseEntry(
             lease, consumer, time.monotonic(), self._started(lease.id)
         )
@@ -77,7 +77,7 @@ class LeaseTable:
 
     def predates_restart(self, lease_id: int) -> bool:
         """Whether a queue process that has died granted it, before this one started."""
-        return lease_id < self._first
+        return lease_id not in self._numbers
 
     def of(self, consumer: str) -> list[Lease]:
         """The leases of a consumer, in the order in which they were granted."""

@@ -1,4 +1,4 @@
-"""Lines of ``run.log`` about everything that is waited for: one every 10 s for all of it.
+"""Lines of ``run.log`` about everything that a process waits for: one every 10 s for all of it.
 
 with waits.on("student/0", 600.0): …  ──┐
 with waits.on("trainer", 600.0): …    ──┴── every EVERY_S ──► waiting for student/0 (20 s so …
@@ -23,10 +23,17 @@ WAITING = "waiting for "
 """The beginning of every line: a view shows the newest one only."""
 
 
+def named(what: str, so_far_s: float, bound_s: float, each: str = "") -> str:
+    """What is waited for, how long it was so far, and its bound, ``inf`` for none."""
+    bound = "no bound" if bound_s == math.inf else f"at most {bound_s:g} s{each}"
+    return f"{what} ({so_far_s:.0f} s so far, {bound})"
+
+
 @dataclass(eq=False)
 class _Wait:
     what: str
-    bound: str
+    bound_s: float
+    each: str
     since: float
 
 
@@ -47,12 +54,11 @@ class Waits:
 
     @contextmanager
     def on(self, what: str, bound_s: float = math.inf, each: str = "") -> Iterator[None]:
-        """The block waits for ``what``, at most ``bound_s`` seconds, or so many for ``each`` try.
+        """The block waits for ``what``, at most ``bound_s`` seconds; ``inf`` is no bound.
 
-        The wait has no bound of its own if that is ``inf``. This only says so; the block ends it.
+        ``each`` follows the seconds: `` a try``, for example. This only says so; the block ends it.
         """
-        bound = "no bound" if bound_s == math.inf else f"at most {bound_s:g} s{each}"
-        wait = _Wait(what, bound, self._clock())
+        wait = _Wait(what, bound_s, each, self._clock())
         self._open.append(wait)
         if self._speaking is None:
             self._speaking = asyncio.create_task(self._speak(), name="waits")
@@ -67,8 +73,8 @@ class Waits:
     async def _speak(self) -> None:
         while True:
             await self._deadline.pause(EVERY_S)
-            now, named = self._clock(), self._open[:MAX_NAMED]
-            words = [f"{one.what} ({now - one.since:.0f} s so far, {one.bound})" for one in named]
-            if len(self._open) > len(named):
-                words.append(f"{len(self._open) - len(named)} others")
+            now, oldest = self._clock(), self._open[:MAX_NAMED]
+            words = [named(one.what, now - one.since, one.bound_s, one.each) for one in oldest]
+            if len(self._open) > len(oldest):
+                words.append(f"{len(self._open) - len(oldest)} others")
             self._notify(WAITING + "; ".join(words))

@@ -59,6 +59,9 @@ class SimulatedStudent:
         """Ends ``run``."""
         await self._worker.stop()
 
+    async def stop_evaluation(self) -> None:
+        """It answers no evaluation."""
+
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._length(prompt)
         with self._activity.busy() as begun:

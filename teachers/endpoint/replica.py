@@ -26,6 +26,7 @@ from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.media.cache import MediaCache, with_images
+from async_opd.waiting.deadline import Bound
 from async_opd.waiting.race import gather_or_cancel
 from teachers.endpoint.api import (
     NO_IMAGES,
@@ -84,7 +85,7 @@ class EndpointReplica:
     async def ready(self) -> int:
         """Checks the server's health. Returns 1: no server tells its number of workers."""
         try:
-            async with asyncio.timeout(HEALTH_S):
+            async with Bound(HEALTH_S):
                 await self.call("GET", "/health")
         except TimeoutError:
             cause = f"{self._spec.url}/health did not answer within {HEALTH_S:g} s"

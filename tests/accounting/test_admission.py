@@ -16,8 +16,12 @@ def admission(s: float = 0.0, k: int = 1, b: int = 4, steps: int = 100) -> Admis
     return Admission(batch_size=b, sync_steps=k, staleness_threshold=s, steps=steps)
 
 
+async def admitted(budget: Admission, samples: int, at_most: int = 1) -> int:
+    return budget.try_admit(samples, await budget.room(samples, at_most))
+
+
 async def blocked(budget: Admission, samples: int = 1) -> bool:
-    task = asyncio.create_task(budget.admit(samples))
+    task = asyncio.create_task(budget.room(samples))
     for _ in range(3):
         await asyncio.sleep(0)
     done = task.done()
@@ -27,14 +31,14 @@ async def blocked(budget: Admission, samples: int = 1) -> bool:
 
 async def test_on_policy_admits_exactly_one_batch_per_version() -> None:
     budget = admission()
-    assert await budget.admit(1, at_most_groups=99) == 4
+    assert await admitted(budget, 1, 99) == 4
     assert await blocked(budget)
 
 
 async def test_a_new_version_opens_the_next_batch() -> None:
     budget = admission()
-    await budget.admit(1, at_most_groups=99)
-    waiting = asyncio.create_task(budget.admit(1, at_most_groups=99))
+    await admitted(budget, 1, 99)
+    waiting = asyncio.create_task(admitted(budget, 1, 99))
     await asyncio.sleep(0)
     budget.advance(1)
     assert await asyncio.wait_for(waiting, 5) == 4
@@ -42,26 +46,32 @@ async def test_a_new_version_opens_the_next_batch() -> None:
 
 async def test_the_threshold_admits_its_share_of_the_next_version() -> None:
     budget = admission(s=0.5, k=2)
-    assert await budget.admit(1, at_most_groups=99) == 12
+    assert await admitted(budget, 1, 99) == 12
 
 
 async def test_groups_are_whole() -> None:
     budget = admission(s=0.5)
-    assert await budget.admit(4, at_most_groups=99) == 1
+    assert await admitted(budget, 4, 99) == 1
     assert await blocked(budget, 4)
 
 
 async def test_no_more_is_admitted_than_the_run_trains() -> None:
     budget = admission(s=9, steps=2)
-    assert await budget.admit(1, at_most_groups=99) == 8
+    assert await admitted(budget, 1, 99) == 8
     assert await blocked(budget, 1)
+
+
+async def test_waiting_for_room_admits_nothing() -> None:
+    budget = admission()
+    assert await budget.room(1, at_most_groups=3) == 3
+    assert budget.admitted == 0
 
 
 async def test_a_lost_sample_gives_its_place_to_another() -> None:
     budget = admission()
-    await budget.admit(4)
+    await admitted(budget, 4)
     budget.give_back(1)
-    assert await budget.admit(1) == 1
+    assert await admitted(budget, 1) == 1
 
 
 def over_the_budget() -> Admission:
@@ -79,7 +89,7 @@ def test_nothing_is_admitted_while_more_is_admitted_than_the_budget_allows() -> 
 
 async def test_admission_goes_on_when_the_budget_has_caught_up() -> None:
     budget = over_the_budget()
-    waiting = asyncio.create_task(budget.admit(1, at_most_groups=64))
+    waiting = asyncio.create_task(admitted(budget, 1, 64))
     for version in (1, 2):
         budget.advance(version)
         await asyncio.sleep(0)

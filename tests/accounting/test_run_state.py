@@ -76,6 +76,16 @@ def test_a_cut_has_what_belongs_to_the_trainers_step() -> None:
     assert (cut.ledger.trained, cut.ledger.in_flight) == (4, ("p2/0", "p2/1"))
 
 
+def test_prompts_that_are_read_and_not_admitted_are_not_in_a_cut() -> None:
+    made = after_two_steps()
+    made.supply.read(5)
+    cut = made.cut(Captured(2))
+    assert (cut.cursor, cut.admitted) == (3, 6)
+    again = accounts(cut)
+    admitted = [[one.prompt.uid for one in each.supply.groups(6)] for each in (made, again)]
+    assert admitted == [[f"p{number}" for number in range(3, 9)]] * 2
+
+
 def test_accounts_that_go_on_from_a_cut_have_the_same_cut() -> None:
     cut = after_two_steps().cut(Captured(2))
     assert accounts(cut).cut(Captured(2)) == cut

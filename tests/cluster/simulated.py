@@ -1,14 +1,32 @@
-"""A small run whose engines and learner only take time; its actors are real."""
+"""A small run whose engines and learner only take time; its actors are real.
+
+python -m tests.cluster.simulated run CONFIG …   is async_opd with such engines and such a learner
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import async_opd.run as run_module
+from async_opd.cli import main
 from async_opd.cluster.actor_factory import Factories, Factory
+from async_opd.cluster.launch import launch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
+from async_opd.core.samples import Sample
+from async_opd.core.stages import Queue
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.durable import written_file
 from async_opd.plan.measure.lengths import Lengths
+from benchmarks.simulated.trainer import SimulatedLearner, build_simulated_trainer
+from trainer.learner import LearnerReport
+from trainer.stage import TrainerStage
 
 FACTORIES = Factories(
     student=Factory(
@@ -24,6 +42,43 @@ FACTORIES = Factories(
         (TrainPlan(overhead_s=0.02, tokens_per_s=1e9),),
     ),
 )
+STATE = "state.json"
+"""The trainer's state, in a checkpoint and in the model."""
+
+
+class KeptLearner(SimulatedLearner):
+    """Its state is the number of its steps."""
+
+    steps = version = captured = 0
+
+    def train_batch(self, samples: Sequence[Sample], images: object = None) -> LearnerReport:
+        self.steps += 1
+        return super().train_batch(samples, images)
+
+    def capture(self, version: int) -> int:
+        self.captured = self.steps
+        return 8
+
+    def write(self, directory: str) -> Mapping[str, WrittenFile]:
+        path = Path(directory) / STATE
+        path.write_text(json.dumps({"step": self.captured, "version": self.version}))
+        return {STATE: written_file(path)}
+
+    def restore(self, directory: str) -> SimpleNamespace:
+        found = SimpleNamespace(**json.loads((Path(directory) / STATE).read_text()))
+        self.steps = found.step
+        return found
+
+    def save(self, model_dir: str, directory: str) -> None:
+        Path(directory).mkdir(exist_ok=True)
+        (Path(directory) / STATE).write_text(json.dumps({"step": self.steps}))
+
+
+def build_trainer(config: RunConfig, device: str, queue: Queue, speed: TrainPlan) -> TrainerStage:
+    """The simulated one, with checkpoints."""
+    stage = build_simulated_trainer(config, device, queue, speed)
+    stage._learner = KeptLearner(speed)  # type: ignore[assignment]
+    return stage
 
 
 def config(run_dir: Path, **sections: Any) -> RunConfig:
@@ -49,3 +104,13 @@ def config(run_dir: Path, **sections: Any) -> RunConfig:
             **sections,
         }
     )
+
+
+if __name__ == "__main__":
+    student = Factory(
+        FACTORIES.student.path, (RolloutPlan(step_s=1e-3), 16, Lengths(4, 0.3, 8), 0.01)
+    )
+    trainer = Factory("tests.cluster.simulated:build_trainer", FACTORIES.trainer.extra)
+    made = Factories(student, FACTORIES.teacher, trainer)
+    run_module.launch = partial(launch, factories=made)  # type: ignore[assignment]
+    sys.exit(main(sys.argv[1:]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from async_opd.cluster.watching.nodes import VERDICT_S, Node, lost_node
-from async_opd.cluster.watching.watch import HEAD_S, WATCH_S, ClusterWatch
+from async_opd.cluster.watching.nodes import ANSWER_S, VERDICT_S, Node, lost_node
+from async_opd.cluster.watching.watch import HEAD_S, RECONNECT, WATCH_S, ClusterWatch, left_s
 from async_opd.core.errors import HeadLost, StageError
+from async_opd.waiting.deadline import Deadline
 from tests.timers import ManualTimer
 
 B = Node("machine-b (10.0.0.2)", "10.0.0.2", 1, True)
@@ -21,13 +23,13 @@ LOST_C = replace(C, alive=False, why="health check failed")
 class World:
     """A cluster of the nodes b and c whose head answers or not; time passes when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Any = None) -> None:
         self.timer = ManualTimer()
         self.nodes: Mapping[str, Node] = {"b": B, "c": C}
         self.silent = False
         self.lines: list[str] = []
         clock = lambda: self.timer.now  # noqa: E731
-        self.watch = ClusterWatch(self.lines.append, None, self.ask, self.timer, clock)
+        self.watch = ClusterWatch(self.lines.append, placement, self.ask, self.timer, clock)
 
     async def ask(self) -> Mapping[str, Node]:
         if self.silent:
@@ -89,24 +91,62 @@ async def test_a_head_that_answers_again_ends_nothing() -> None:
     assert world.lines[-1] == "cluster: Ray's head answers again"
 
 
-class Silence:
-    """Answers of the head about node c in turn, and whether that node answers itself."""
+class Hanging:
+    """Asks the head who waits for GPUs, and gets no answer."""
 
-    def __init__(self, *nodes: Node, answers: bool = False) -> None:
+    async def look(self, changed: bool) -> None:
+        await asyncio.Event().wait()
+
+    def close(self) -> None: ...
+
+
+async def test_a_head_that_is_lost_while_it_is_asked_about_gpus_is_silent() -> None:
+    world = World(Hanging())
+    looking = asyncio.create_task(world.look())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.timer.advance(2 * ANSWER_S)
+    await looking
+    assert world.lines[0].startswith("cluster: the head's answer about GPUs took longer than 10 s")
+
+
+@pytest.mark.parametrize(("given", "left"), [({}, 20), ({RECONNECT: "300"}, 260)])
+def test_the_last_checkpoint_has_the_time_that_ray_leaves(
+    given: dict[str, str], left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(RECONNECT, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert left_s() == left
+
+
+class Silence:
+    """Answers of the head about node c in turn, and whether that node answers itself.
+
+    None is no answer.
+    """
+
+    def __init__(self, *nodes: Node | None, answers: bool = False) -> None:
         self.timer = ManualTimer()
         self.found = list(nodes)
         self.reachable = answers
 
     async def ask(self) -> Mapping[str, Node]:
-        return {"c": self.found.pop(0) if len(self.found) > 1 else self.found[0]}
+        found = self.found.pop(0) if len(self.found) > 1 else self.found[0]
+        if found is None:
+            raise StageError("cluster", "Ray's head does not answer: refused")
+        return {"c": found}
 
     async def answers(self, node: Node) -> bool:
+        if not self.reachable:
+            await Deadline("c", self.timer).pause(ANSWER_S)
         return self.reachable
 
     async def lost(self) -> Node | None:
         asked = asyncio.create_task(lost_node("c", self.ask, self.answers, self.timer))
-        for _ in range(2 * int(VERDICT_S)):
-            for _ in range(5):
+        while not asked.done():
+            assert self.timer.now <= VERDICT_S
+            for _ in range(9):
                 await asyncio.sleep(0)
             self.timer.advance(1)
         return await asked
@@ -122,5 +162,12 @@ async def test_a_node_that_answers_is_not_lost_and_no_verdict_is_waited_for() ->
     assert world.timer.due == []
 
 
-async def test_the_wait_for_a_verdict_has_an_end() -> None:
-    assert await Silence(C).lost() is None
+async def test_a_silent_head_is_waited_for_since_nothing_can_be_started_without_it() -> None:
+    assert await Silence(None, None, LOST_C).lost() == LOST_C
+
+
+@pytest.mark.parametrize("answer", [C, None])
+async def test_the_wait_for_a_verdict_has_an_end(answer: Node | None) -> None:
+    world = Silence(answer)
+    assert await world.lost() is None
+    assert world.timer.due == []

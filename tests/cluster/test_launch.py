@@ -79,16 +79,12 @@ class Handle:
         self.built = 0
         self.place = SimpleNamespace(remote=self._place)
         self.build = SimpleNamespace(remote=self._build)
-        self.error_lines = SimpleNamespace(remote=self._error_lines)
 
     async def _place(self) -> ActorPlacement:
         return ActorPlacement(self.node, (self.gpu,))
 
     async def _build(self, factory: str, args: tuple[Any, ...]) -> None:
         self.built += 1
-
-    async def _error_lines(self, process: str) -> str:
-        return ""
 
 
 class Guest(Handle):

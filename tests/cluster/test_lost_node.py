@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,12 +37,18 @@ BOUND_S = 60.0
 class Engine:
     """It works, or cannot start."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool = False, dies: bool = False) -> None:
         if fails:
             raise RuntimeError("no such model")
+        if dies:
+            print("MemoryError: none left", file=sys.stderr, flush=True)
+            os._exit(1)
 
     async def answer(self) -> int:
         return 42
+
+    async def die(self) -> None:
+        os._exit(1)
 
 
 ENGINE = f"{__name__}:Engine"
@@ -62,8 +72,7 @@ async def test_a_process_whose_node_is_lost_is_displaced_after_the_heads_verdict
     cluster: Any,
 ) -> None:
     (second,) = [node for node in cluster.list_all_nodes() if not node.is_head()]
-    there = NodeAffinitySchedulingStrategy(second.node_id, soft=False)
-    remote = Remote.create("engine", timeout_s=BOUND_S, bundle=there)
+    remote = Remote.create("engine", timeout_s=BOUND_S, bundle=on_the_second_node(cluster))
     await remote.build(ENGINE, (), BOUND_S)
     assert (await remote.call("answer"), await remote.displaced()) == (42, None)
     cluster.remove_node(second, allow_graceful=False)
@@ -78,6 +87,32 @@ async def test_a_process_that_fails_on_a_node_that_lives_is_not_displaced(cluste
     remote = Remote.create("engine", timeout_s=BOUND_S)
     with pytest.raises(EngineStartError, match="no such model"):
         await remote.build(ENGINE, (True,), BOUND_S)
+
+
+def on_the_second_node(cluster: Any) -> NodeAffinitySchedulingStrategy:
+    (second,) = [node for node in cluster.list_all_nodes() if not node.is_head()]
+    return NodeAffinitySchedulingStrategy(second.node_id, soft=False)
+
+
+async def test_the_last_lines_of_a_process_that_dies_at_its_start_come_from_its_node(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's own logs have no line of it."""
+    driver = ray._private.worker._global_node
+    monkeypatch.setattr(driver, "get_logs_dir_path", lambda: str(tmp_path))
+    remote = Remote.create("engine", timeout_s=BOUND_S, bundle=on_the_second_node(cluster))
+    with pytest.raises(EngineStartError, match=r"died(?s:.*)lines:\n *MemoryError: none left"):
+        await remote.build(ENGINE, (False, True), BOUND_S)
+
+
+async def test_a_process_that_dies_on_one_of_several_nodes_is_named_with_its_node(
+    cluster: Any,
+) -> None:
+    remote = Remote.create("engine", timeout_s=BOUND_S, bundle=on_the_second_node(cluster))
+    await remote.build(ENGINE, (), BOUND_S)
+    name = socket.gethostname()
+    with pytest.raises(ProcessDied, match=rf"^engine: on {name} \([\d.]+\): its process died"):
+        await remote.call("die")
 
 
 GPUS = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 << 20}

@@ -84,7 +84,7 @@ class Handle:
 
     def __init__(self) -> None:
         self.built = 0
-        for method in (self.place, self.build, self.error_lines):
+        for method in (self.place, self.build):
             setattr(self, method.__name__, SimpleNamespace(remote=method))
 
     async def place(self) -> ActorPlacement:
@@ -92,9 +92,6 @@ class Handle:
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
         self.built += 1
-
-    async def error_lines(self, process: str) -> str:
-        return ""
 
 
 async def test_a_node_that_joins_later_is_compared_before_a_process_is_built_on_it(

@@ -126,6 +126,28 @@ async def test_the_table_of_what_is_missing_is_said_once_and_who_waits_every_ten
     cluster.placement.close()
 
 
+async def test_the_line_about_gpus_that_are_given_up_names_who_gets_them() -> None:
+    cluster = Cluster(TRAIN, S0, S1, SORT, b=2, c=2)
+    cluster.placed = {TRAIN: None, SORT: None, S0: "b", S1: "b"}
+    cluster.gpus = {"b": 2, "c": 1}  # Ray has not put the trainer on c yet
+    for changed in (True, False):
+        await cluster.placement.look(changed)
+    assert cluster.lines[1:] == [
+        "cluster: student/1 gives its GPUs to teacher sort/0, without which the run cannot go on"
+    ]
+    cluster.placement.close()
+
+
+async def test_who_waits_is_asked_once_more_after_a_change_that_ray_has_not_seen_yet() -> None:
+    cluster = Cluster(TRAIN, S0, b=1, c=1)
+    await cluster.placement.look(changed=True)
+    cluster.lose("c")
+    for _ in range(3):
+        await cluster.placement.look(changed=False)
+    assert [line.split(":")[0] for line in cluster.lines] == ["cluster"]
+    cluster.placement.close()
+
+
 async def test_a_move_to_another_machine_is_no_shortage() -> None:
     cluster = Cluster(TRAIN, S0, b=2, c=2)
     cluster.lose("b")

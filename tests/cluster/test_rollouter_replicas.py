@@ -36,6 +36,11 @@ class Student:
             await asyncio.Event().wait()
         self.events.append("stop")
 
+    async def stop_evaluation(self) -> None:
+        if self.stops == "dead":
+            raise ProcessDied(self.name, "its process died")
+        self.events.append("stop evaluation")
+
     async def sleep(self) -> None:
         self.events.append("sleep")
 
@@ -129,6 +134,15 @@ async def test_the_error_of_a_start_is_the_answer(world: World) -> None:
     await world.orders(1, 0)
     assert isinstance(world.actor.answers[1], EngineStartError)
     assert world.rollouter.replicas[0].student is world.students[0]
+
+
+async def test_answers_that_an_earlier_actor_has_asked_for_end_before_the_next_one_is_built(
+    world: World,
+) -> None:
+    world.students[0].stops = "dead"
+    await world.rollouter.build()
+    assert world.students[1].events == ["stop evaluation"]
+    assert len(world.actor.built) == 1
 
 
 async def test_the_next_actor_has_the_replicas_of_now_and_the_newest_snapshot(world: World) -> None:

@@ -11,6 +11,7 @@ from async_opd.cluster.singleton_actors import ScorerActor, SingletonActors, Tra
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied, StageError, StageTimeout
 from async_opd.processes.restarts import Restarts
+from async_opd.waiting.waits import Waits
 
 DIED = ProcessDied("trainer", "its process died")
 
@@ -115,7 +116,7 @@ def singletons(
         Box("rollouter", events, hangs=hangs == "rollouter"),
         Trainer("trainer", events, built, hangs=hangs == "trainer"),
     ]
-    return SingletonActors(config, lambda text: None, *actors)
+    return SingletonActors(config, lambda text: None, *actors, Waits(print))
 
 
 def tried(made: SingletonActors) -> int:

@@ -18,6 +18,7 @@ from async_opd.core.errors import (
     StageTimeout,
     first_cause,
 )
+from async_opd.waiting.waits import Waits
 
 
 class Process:
@@ -90,7 +91,9 @@ class World:
         self.reissued = asyncio.Semaphore(0)
         bounds = {"max_restarts": tries, "delay_s": 1e-3, "heartbeat_s": 1e-3, "timeout_s": 1}
         others: list[Any] = [Process(name) for name in ("scorer", "rollouter", "trainer")]
-        self.singles = SingletonActors(config(bounds), self.told.append, self.process, *others)
+        stages = self.process, *others
+        waits = Waits(self.told.append)
+        self.singles = SingletonActors(config(bounds), self.told.append, *stages, waits)
         self.run()
 
     def run(self) -> None:

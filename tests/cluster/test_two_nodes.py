@@ -21,7 +21,7 @@ from async_opd.checks import nodes
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
-from async_opd.cluster.gpu_bundles import GpuBundles, gpu_nodes, reserve, trainers_bundle
+from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, reserve
 from async_opd.cluster.node_checks import check_nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError
@@ -204,7 +204,7 @@ async def test_singletons_are_on_the_trainers_node_also_after_a_restart(
     cluster: None, device: Device
 ) -> None:
     gpus = int(device == "cuda")
-    bundles = await reserve(config(), print) if gpus else trainers_bundle(config())
+    bundles = await (reserve(config(), print) if gpus else cpu_places(config()))
     made = ActorFactory(config(), device, (), Factories(), print, bundles)
     names = (actor_names.QUEUE, actor_names.SCORER, actor_names.ROLLOUTER)
     singletons = [await made.create(name, restarts=True) for name in names]
@@ -307,8 +307,11 @@ async def test_a_node_that_joins_later_and_differs_gets_no_process(
     joined = on(tmp_path, str(QUICKSTART))
     compared = await check_nodes(joined, "cpu")
     assert compared is not None
-    first, later = [node["NodeID"] for node in ray.nodes()]
-    compared.ids, there = {first}, NodeAffinitySchedulingStrategy(later, soft=False)
+    (later,) = [
+        node["NodeID"] for node in ray.nodes() if "node:__internal_head__" not in node["Resources"]
+    ]
+    compared.ids -= {later}
+    there = NodeAffinitySchedulingStrategy(later, soft=False)
     monkeypatch.delenv("NCCL_CUMEM_ENABLE")
     remote = Remote.create("engine", timeout_s=BOUND_S, bundle=there)
     remote.compare_node = compared.compare

@@ -47,7 +47,7 @@ from async_opd.observability.sinks import Sink
 from tests.faults import Faults
 from tests.lives.oracle import violations
 from tests.lives.stages import Cluster, Shape
-from tests.test_pipeline import TEACHERS, FakePrompts, Pace
+from tests.test_pipeline import TEACHERS, FakePrompts, Pace, PacedReads
 from tests.test_rewind import from_cursor
 
 MOST_TURNS = 40_000
@@ -347,6 +347,7 @@ class Living:
             patch.object(mirrors, "BackgroundWorker", self._uploads),
             patch.object(run_copies, "each_of", lambda work, items, at_once: [*map(work, items)]),
             patch.object(trainings, "_prompts", self._prompts),
+            patch.object(runs, "reading_of", lambda job: PacedReads(Pace(self.life.seed))),
             patch.object(trainings, "evaluation_of", self._evaluation),
             patch.object(asyncio, "to_thread", inline),
             patch.object(os, "fsync", lambda handle: None),

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
 from async_opd.core.errors import StageError
 from async_opd.core.samples import DeadLetter, Header
+from async_opd.observability import run_log
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from async_opd.observability.wandb_sink import WandbSink
@@ -491,6 +493,29 @@ def test_what_a_killed_process_was_writing_is_a_line_of_its_own(tmp_path: Path) 
         log.finish("completed")
     first, second, *_ = (tmp_path / "run.log").read_text().splitlines()
     assert (first, second.endswith("going on")) == ("2026-01-01 step 4, vers", True)
+
+
+class Slow(Recorder):
+    """It ends as soon as ``run.log`` says so often that it is waited for."""
+
+    longest_s = 60.0
+
+    def __init__(self, path: Path, lines: int = 2) -> None:
+        super().__init__("slow")
+        self.path, self.lines = path, lines
+
+    def close(self, summary: Summary) -> None:
+        while self.path.read_text().count("waiting for slow (") < self.lines:
+            threading.Event().wait(0.001)
+
+
+def test_a_sink_that_is_waited_for_has_lines_with_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "EVERY_S", 0.01)
+    with RunLog(config(), tmp_path, sinks=[Slow(tmp_path / "run.log")]) as log:
+        log.finish("completed")
+    assert "waiting for slow (0 s so far, at most 60 s)\n" in (tmp_path / "run.log").read_text()
 
 
 def test_a_run_without_dead_letters_has_no_file_of_them(tmp_path: Path) -> None:

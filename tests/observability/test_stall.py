@@ -14,6 +14,7 @@ from async_opd.core.reports import Progress
 from async_opd.observability.metering import Metering
 from async_opd.observability.stall import StallDetector, most_tokens, teachers_s
 from async_opd.waiting.liveness import PROBES_PER_TIMEOUT
+from async_opd.waiting.waits import EVERY_S, Waits
 from tests.conftest import make_prompt
 from tests.timers import ManualTimer
 
@@ -36,7 +37,7 @@ def config(**sections: Any) -> RunConfig:
 class World:
     """A wait for a step, while one of the stages computes tokens."""
 
-    def __init__(self, least_s: float = 0) -> None:
+    def __init__(self, least_s: float = 0, endless: bool = False) -> None:
         self.timer = ManualTimer()
         self.tokens = dict.fromkeys(("rollouter", "scorer", "trainer"), 0)
         stages: Any = SimpleNamespace(
@@ -44,9 +45,11 @@ class World:
         )
         metering = Metering()
         metering.waits["train"] = "scored samples"
-        stall = StallDetector(config(), stages, metering, timer=self.timer)
+        self.lines: list[str] = []
+        waits = Waits(self.lines.append, self.timer, lambda: self.timer.now)
+        stall = StallDetector(config(), stages, metering, waits, timer=self.timer)
         self.step: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.wait = asyncio.create_task(stall.within("a batch", self.step, least_s))
+        self.wait = asyncio.create_task(stall.within("a batch", self.step, least_s, endless))
 
     def ask(self, name: str) -> Any:
         async def progress() -> Progress:
@@ -92,6 +95,23 @@ async def test_a_timeout_of_the_work_itself_keeps_its_own_words() -> None:
     world.step.set_exception(StageTimeout("weight sync", "the snapshot took too long"))
     with pytest.raises(StageError, match="weight sync: the snapshot"):
         await asyncio.wait_for(world.wait, 5)
+
+
+async def test_a_wait_has_a_line_every_ten_seconds_with_its_bound() -> None:
+    world = World()
+    await world.passes(2, "trainer", EVERY_S)
+    assert world.lines == [
+        f"waiting for a batch ({seconds} s so far, at most 40 s without a new token)"
+        for seconds in (10, 20)
+    ]
+    world.wait.cancel()
+
+
+async def test_work_that_nothing_waits_for_has_no_line() -> None:
+    world = World(endless=True)
+    await world.passes(2, "trainer", EVERY_S)
+    assert world.lines == []
+    world.wait.cancel()
 
 
 async def test_what_is_heard_of_only_as_a_whole_has_the_time_that_it_may_take() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +24,10 @@ async def test_who_does_not_wait_hears_that_there_is_none() -> None:
     assert (await EventLog().after(0, wait=False)).lines == ()
 
 
-async def test_who_heard_of_another_life_hears_all_of_this_one() -> None:
+async def test_who_heard_of_another_life_hears_all_of_this_one_though_its_clock_is_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "time_ns", iter(range(10**9, 0, -1)).__next__)
     before = EventLog()
     before.append("a")
     heard = (await before.after(0)).seen

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
+
+import pytest
 
 from async_opd.core.batch import Batch
 from async_opd.core.lease import Lease
@@ -41,7 +44,10 @@ def test_without_a_bound_no_timer_runs() -> None:
     assert timer.due == []
 
 
-def test_numbers_of_an_earlier_life_are_known_as_such() -> None:
+def test_numbers_of_an_earlier_life_are_known_as_such_though_the_clock_is_behind_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "time_ns", iter(range(10**9, 0, -1)).__next__)
     old = LeaseTable(10, ManualTimer(), lambda entry: None).grant(batches("a"), "x")
     new = LeaseTable(10, ManualTimer(), lambda entry: None)
     assert new.predates_restart(old.id)

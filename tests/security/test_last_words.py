@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError
 
 from async_opd.cluster import actor_shell as host
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
@@ -41,23 +40,6 @@ def test_words_of_a_process_with_the_same_pid_are_not_its_own(logs: Path) -> Non
     """As that of another machine, or of an earlier job."""
     (logs / f"worker-{'0b' * 28}-01000000-77.err").write_text("an error of another process\n")
     assert last_error_lines(PROCESS) == ""
-
-
-async def test_a_process_on_another_machine_sends_the_last_errors_of_its_log(logs: Path) -> None:
-    async def place() -> ActorPlacement:
-        return ActorPlacement("another", (), PROCESS)
-
-    async def build(factory: str, args: tuple[Any, ...]) -> None:
-        raise ActorUnavailableError("gone", None)
-
-    async def error_lines(process: str) -> str:
-        assert process == PROCESS
-        return "      MemoryError: none left"
-
-    methods = {method.__name__: method for method in (place, build, error_lines)}
-    shell = {name: SimpleNamespace(remote=method) for name, method in methods.items()}
-    with pytest.raises(EngineStartError, match="last error lines:\n      MemoryError: none left"):
-        await Remote("x", SimpleNamespace(**shell), 5).build("a:b", (), 5)
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,12 @@ async def test_collectives_of_a_local_run_listen_on_the_loopback(
 ) -> None:
     seen: list[dict[str, str]] = []
     monkeypatch.setattr(os, "environ", {"HF_HOME": "/h", "HF_TOKEN": "hf_0", "HOME": "/"})
-    monkeypatch.setattr(Remote, "create", lambda name, *, env, **rest: seen.append(env))
+
+    def create(name: str, *, env: dict[str, str], **rest: Any) -> Any:
+        seen.append(env)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(Remote, "create", create)
     config = RunConfig.model_validate(
         {
             "name": "n",

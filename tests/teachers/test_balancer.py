@@ -77,6 +77,15 @@ async def test_a_full_replica_is_passed_over() -> None:
     assert [await pool.take(1), await pool.take(100)] == ["a", "b"]
 
 
+async def test_a_decision_where_there_is_room_does_not_go_through_all_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, asked = Pool("ab", 4), []
+    monkeypatch.setattr(MemberSet, "left", property(lambda members: asked.append(members)))
+    assert await pool.take(1) == "a"
+    assert asked == []
+
+
 async def test_work_waits_while_every_replica_is_full() -> None:
     balancer = Pool("a", 1).balancer
     place = await balancer.reserve(1)

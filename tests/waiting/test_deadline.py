@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
+import uvloop
 
 from async_opd.core.errors import StageTimeout
-from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.deadline import LATE_S, Bound, Deadline
 
 
 class Timer:
@@ -100,6 +103,79 @@ async def test_who_is_cancelled_leaves_no_work_behind() -> None:
     await asyncio.wait({waiting})
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+SHORT_S = 0.05
+both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Called:
+    """A call that a thread answers; the answer takes ``turns`` of the loop to its caller."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+        self.answered = asyncio.get_running_loop().create_future()
+
+    def answer(self) -> None:
+        self.answered.get_loop().call_soon_threadsafe(self.answered.set_result, None)
+
+    async def __call__(self) -> int:
+        await self.answered
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        return 42
+
+
+def block_for(seconds: float) -> None:
+    """Holds up the running event loop."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end:
+        pass
+
+
+@both_loops
+@pytest.mark.parametrize("turns", [0, 1, 5])
+def test_an_answer_that_came_while_the_loop_was_blocked_is_in_time(run: Run, turns: int) -> None:
+    async def calls() -> list[int]:
+        called = [Called(turns) for _ in range(4)]
+        bounded = [Deadline("a").within(SHORT_S, "an answer", one()) for one in called]
+        waiting = asyncio.gather(*bounded)
+        await asyncio.sleep(0)
+        for one in called:
+            thread = threading.Thread(target=one.answer)
+            thread.start()
+            thread.join()
+        block_for(3 * SHORT_S)
+        return await waiting
+
+    assert run(calls()) == [42] * 4
+
+
+@both_loops
+def test_work_without_an_answer_ends_however_long_the_loop_was_blocked(run: Run) -> None:
+    async def call() -> None:
+        waiting = asyncio.ensure_future(Deadline("a").within(SHORT_S, "an answer", forever()))
+        await asyncio.sleep(0)
+        block_for(3 * SHORT_S)
+        await waiting
+
+    with pytest.raises(StageTimeout, match=r"an answer took longer than 0\.05 s"):
+        run(call())
+
+
+async def test_a_loop_that_is_late_all_the_time_gives_work_at_most_its_bound_again() -> None:
+    loop = asyncio.get_running_loop()
+
+    def hold_up() -> None:
+        block_for(2 * LATE_S)
+        loop.call_soon(hold_up)
+
+    loop.call_soon(hold_up)
+    with pytest.raises(TimeoutError):
+        async with Bound(SHORT_S):
+            await forever()
 
 
 async def test_a_pause_ends_when_the_timer_rings() -> None:

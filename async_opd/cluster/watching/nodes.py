@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from async_opd.core.errors import StageError
-from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.core.errors import StageError, StageTimeout
+from async_opd.waiting.deadline import Bound, Deadline, Timer
 
 ANSWER_S = 5.0
 """Seconds in which the head has to answer, and a node to accept a connection."""
@@ -44,12 +44,15 @@ class Node:
 
 
 async def nodes() -> dict[str, Node]:
-    """All nodes by Ray's id, lost ones too. StageError if the head does not answer in time."""
+    """All nodes by Ray's id, lost ones too; none in a process that is connected to no cluster.
+
+    StageError if the head does not answer in time.
+    """
     if not ray.is_initialized():
-        raise StageError("cluster", "this process is not connected to a Ray cluster")
+        return {}
     client = ray._private.worker.global_worker.gcs_client
     try:
-        async with asyncio.timeout(2 * ANSWER_S):  # for a call that does not keep its own timeout
+        async with Bound(2 * ANSWER_S):  # for a call that does not keep its own timeout
             found, *_ = await client.async_get_all_node_info(timeout=ANSWER_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         cause = f"Ray's head does not answer: {' '.join(str(error).split()) or 'no answer in time'}"
@@ -66,17 +69,11 @@ async def nodes() -> dict[str, Node]:
     }
 
 
-def group_state(group: PlacementGroup) -> str:
-    """Ray's state of a placement group."""
-    return str(placement_group_table(group).get("state", REMOVED))
-
-
-async def known_loss(node: str) -> Node | None:
-    """The node with this id, if any, if the head knows by now that it is lost."""
-    with suppress(StageError):
-        found = (await nodes()).get(node) if node else None
-        return None if found is None or found.alive else found
-    return None
+def group_state(group: PlacementGroup) -> tuple[str, str]:
+    """Ray's state of a placement group, and the node that it is placed on; "" if it is not."""
+    table = placement_group_table(group)
+    state, at = str(table.get("state", REMOVED)), table.get("bundles_to_node_id", {})
+    return state, next(iter(at.values()), "") if state == PLACED else ""
 
 
 async def lost_node(
@@ -87,24 +84,30 @@ async def lost_node(
 ) -> Node | None:
     """The node with this id, if any, if it is lost; waits for the verdict if it is silent.
 
-    None, too, if the head does not answer, or gives no verdict within ``VERDICT_S``.
+    It waits for a silent head, too, which could not start another process. None if there is no
+    verdict within ``VERDICT_S``.
     """
-    deadline, waited = Deadline("cluster", timer), 0.0
-    with suppress(StageError):
-        while node and (found := (await ask()).get(node)) is not None:
-            if not found.alive:
-                return found
-            if waited >= VERDICT_S or await (answers or _answers)(found):
-                return None
+    deadline = Deadline("cluster", timer)
+
+    async def verdict() -> Node | None:
+        while True:
+            with suppress(StageError):
+                found = (await ask()).get(node)
+                if found is not None and not found.alive:
+                    return found
+                if found is None or await (answers or _answers)(found):
+                    return None
             await deadline.pause(POLL_S)
-            waited += POLL_S
+
+    with suppress(StageTimeout):
+        return await deadline.within(VERDICT_S, "the verdict on a node", verdict())
     return None
 
 
 async def _answers(node: Node) -> bool:
     """Whether Ray's server of the node accepts a connection."""
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with Bound(ANSWER_S):
             _, writer = await asyncio.open_connection(node.address, node.port)
     except (OSError, TimeoutError):
         return False

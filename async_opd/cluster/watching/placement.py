@@ -45,6 +45,7 @@ class Placement:
         self._waits = waits
         self._nodes = nodes
         self._names = names
+        self._again = False
         self._waiting: frozenset[Unit] = frozenset()
         self._shown: frozenset[Unit] = frozenset()
         self._open = ExitStack()
@@ -52,9 +53,13 @@ class Placement:
     async def look(self, changed: bool) -> None:
         """Asks Ray who waits for GPUs, if nodes have ``changed`` or somebody did at the last look.
 
-        Who waits at two looks in a row is not just being moved by Ray: the cluster lacks GPUs.
+        After a change it asks twice: Ray may notice later whom a lost node leaves without GPUs. Who
+        waits at two looks in a row is not just being moved by Ray: the cluster lacks GPUs.
         """
-        if not any(unit.gpus for unit in self._bundles.units) or not (changed or self._waiting):
+        again, self._again = self._again, changed
+        if not any(unit.gpus for unit in self._bundles.units):
+            return
+        if not (changed or again or self._waiting):
             return
         asked, nodes = await asyncio.to_thread(lambda: (self._bundles.asked(), self._nodes()))
         placed = {unit: node for unit, node in asked.items() if node is not None}
@@ -65,9 +70,9 @@ class Placement:
         self._say(waiting, nodes)
         free = {node.id: node.free for node in nodes}
         given = given_up(waiting, placed, free, level)
-        for unit in given:
+        for unit, other in given.items():
             self._notify(
-                f"cluster: {self._names(unit)} gives its GPUs to {self._names(waiting[0])}, "
+                f"cluster: {self._names(unit)} gives its GPUs to {self._names(other)}, "
                 "without which the run cannot go on"
             )
             await asyncio.to_thread(self._bundles.remove, unit)

@@ -7,11 +7,14 @@ every WATCH_S: nodes() ──► a node is lost, or has joined: one line
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NoReturn
 
-from async_opd.cluster.watching.nodes import Node, nodes
+import ray
+
+from async_opd.cluster.watching.nodes import ANSWER_S, Node, nodes
 from async_opd.cluster.watching.placement import Placement
 from async_opd.core.errors import HeadLost, StageError
 from async_opd.waiting.deadline import Deadline, Timer
@@ -19,12 +22,21 @@ from async_opd.waiting.deadline import Deadline, Timer
 WATCH_S = 2.0
 """Seconds between two questions, which take the head a millisecond."""
 HEAD_S = 20.0
-"""Seconds without an answer after which the run ends. Ray itself ends every process of the run
-after 60 s: the others are for the last checkpoint."""
+"""Seconds without an answer after which the run ends."""
+RECONNECT, RECONNECT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
+"""Ray's variable of the seconds after which it ends a process whose head is lost, and its default.
+"""
+NOTICED_S = 40.0
+"""Longest time from the head's loss to HeadLost, and what the end of a run takes besides."""
 REMEDY = (
     "start the cluster again, and --resume the run; docs/cluster.md says how a head can outlive "
     "its process"
 )
+
+
+def left_s() -> float:
+    """Seconds for the last checkpoint after HeadLost, before Ray ends this process."""
+    return max(float(os.environ.get(RECONNECT, RECONNECT_S)), RECONNECT_S) - NOTICED_S
 
 
 class ClusterWatch:
@@ -44,6 +56,7 @@ class ClusterWatch:
         self._deadline = Deadline("cluster", timer)
         self._clock = clock
         self._alive: Mapping[str, Node] | None = None
+        self._changed = False
         self._silent_since: float | None = None
 
     async def run(self) -> NoReturn:
@@ -57,30 +70,37 @@ class ClusterWatch:
                 self._placement.close()
 
     async def look(self) -> None:
-        """Asks the head once; see ``run``."""
+        """Asks the head once, and who waits for GPUs; see ``run``."""
         asked = self._clock()
         try:
-            found = await self._ask()
-        except StageError as error:
+            self._changed |= self._noticed(await self._ask())
+            if self._placement is not None:  # it asks the head too, where Ray has no bound
+                look = self._placement.look(self._changed)
+                await self._deadline.within(2 * ANSWER_S, "the head's answer about GPUs", look)
+            self._changed = False
+        except (StageError, ray.exceptions.RayError) as error:
             self._head_is_silent(asked, error)
             return
         if self._silent_since is not None:
             self._notify("cluster: Ray's head answers again")
             self._silent_since = None
+
+    def _noticed(self, found: Mapping[str, Node]) -> bool:
+        """Whether nodes were lost or have joined since the last look; says which."""
         alive = {key: node for key, node in found.items() if node.alive}
         before, self._alive = self._alive or alive, alive
         for key in before.keys() - alive.keys():
             self._notify(f"cluster: {found.get(key, before[key]).loss}")
         for key in alive.keys() - before.keys():
             self._notify(f"cluster: {alive[key].name} has joined")
-        if self._placement is not None:
-            await self._placement.look(changed=before.keys() != alive.keys())
+        return before.keys() != alive.keys()
 
-    def _head_is_silent(self, asked: float, error: StageError) -> None:
+    def _head_is_silent(self, asked: float, error: Exception) -> None:
+        words = error.cause if isinstance(error, StageError) else " ".join(str(error).split())
         if self._silent_since is None:
             self._silent_since = asked
-            self._notify(f"{error}; unless it answers, the run ends after {HEAD_S:g} s")
+            self._notify(f"cluster: {words}; unless it answers, the run ends after {HEAD_S:g} s")
         silent_s = self._clock() - self._silent_since
         if silent_s >= HEAD_S:
-            cause = f"Ray's head has not answered for {silent_s:.0f} s: {error.cause}"
+            cause = f"Ray's head has not answered for {silent_s:.0f} s: {words}"
             raise HeadLost("cluster", cause, REMEDY) from error

@@ -93,7 +93,8 @@ class TimeoutConfig(Section):
     """Start of all engines and the trainer, including vLLM's own wait for an engine's processes."""
     stall_s: float = Field(default=1800, gt=0)
     """Time without a generated, scored or trained token, after which the run is stopped as stalled.
-    Tokens beyond the most that a step can need (of ``rollout.max_tokens`` each) do not count."""
+    Tokens beyond the most that a step can need (of ``rollout.max_tokens`` each) do not count.
+    Also the time for which a source of prompts may give no row while the next ones are read."""
     request_s: float = Field(default=600, gt=0)
     """One call to a replica or stage. Before a GPU host goes to sleep it finishes its responses, or
     its step, for any time: this then bounds the time without a token. vLLM waits as long for one

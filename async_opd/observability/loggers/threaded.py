@@ -50,7 +50,7 @@ class ThreadedSink(Sink):
         """
         self._name = name
         self._opened = opened
-        self._close_s = close_s
+        self.longest_s = close_s
         self._known = self._at = known or LoggedRun.new()
         self._noted = noted
         self._recorder: Recorder | None = None
@@ -86,9 +86,9 @@ class ThreadedSink(Sink):
     def close(self, summary: Summary) -> str | None:
         """Ends the run in the library. Returns a message if its record is not complete."""
         self._writer.put(summary)
-        if not self._writer.close(self._close_s):
+        if not self._writer.close(self.longest_s):
             waiting = self._writer.waiting
-            return f"{self._name} did not take {waiting} rows within {self._close_s:g} s"
+            return f"{self._name} did not take {waiting} rows within {self.longest_s:g} s"
         self._raise()
         return f"{self._name} lacks {self._dropped} rows: it was behind" if self._dropped else None
 

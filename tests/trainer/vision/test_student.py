@@ -115,7 +115,7 @@ def test_adapters_are_in_the_language_model_only(family: str) -> None:
 
 
 def test_images_cost_the_entries_of_the_tower_for_each_patch() -> None:
-    size = ModelSize(10, 0, 0, (), tower=7, projector=3, patches=4)
+    size = ModelSize(10, 0, (), (), tower=7, projector=3, patches=4)
     header: Any = SimpleNamespace(tokens=5, response_tokens=0)
     assert size.of_sample(header, 2) == 6 * (10 * 5 + (7 * 4 + 3) * 2)
 
