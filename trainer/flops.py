@@ -69,7 +69,7 @@ class ModelSize:
                 _windows(settings),
                 *_seeing(model),
             )
-        except Exception as error:  # each family's config has attributes of its own, and errors
+        except Exception as error:  # each family's config has other attributes, and other errors
             why = f"{type(error).__name__}: {error}"
             return cls(sum(map(_counted, model.parameters())), 0, (), (), unknown=why)
 

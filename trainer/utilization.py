@@ -50,7 +50,7 @@ def utilization(
 ) -> dict[str, float]:
     """``train/tflops`` of each rank's device, in the mean; ``train/mfu``, their share of ``peak``.
 
-    Without a ``peak`` (TFLOP/s) there is no ``train/mfu``, and without ``flops`` none of both.
+    Without a ``peak`` (TFLOP/s) there is no ``train/mfu``, and without ``flops`` neither.
     """
     if flops is None:
         return {}

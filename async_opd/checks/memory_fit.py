@@ -37,6 +37,7 @@ from async_opd.memory.pools import pool_memory as pools_of
 from async_opd.memory.step import Terms
 from async_opd.models.engine_args import Device, share_left
 from async_opd.models.model_files import ModelError
+from async_opd.models.rope import max_model_len
 
 NEAR = 0.9
 """A rank that needs more than this share of a GPU is noted: a plan may be wrong by a tenth."""
@@ -85,7 +86,7 @@ def faults_of_cache(config: RunConfig, machine: Machine) -> Iterator[Problem]:
 
     Only what fits otherwise, and whose sequences and memory are known.
     """
-    config = with_lengths(config)
+    given, config = config, with_lengths(config)
     for pool in pools_of(config, machine):
         if pool.name in ("train", EVAL):
             continue
@@ -99,15 +100,19 @@ def faults_of_cache(config: RunConfig, machine: Machine) -> Iterator[Problem]:
             fault = f"a sequence of max_model_len {tokens} has {in_gib(needed)} of keys and values"
             fault += f"; the engine's KV cache has {in_gib(left)}"
             key = f"{section_of(pool.name)}.engine.max_model_len"
-            yield key, fault, _shorter(config, machine)
+            yield key, fault, _shorter(given, config, pool.name, machine)
 
 
-def _shorter(config: RunConfig, machine: Machine) -> str:
-    """How an engine's longest sequence fits its KV cache."""
+def _shorter(given: RunConfig, sized: RunConfig, name: str, machine: Machine) -> str:
+    """How an engine's longest sequence fits its KV cache; ``sized`` has the lengths by default."""
     more = "raise engine.cpu_kv_cache_mib" if machine.device == "cpu" else "raise tensor_parallel"
-    if needed_tokens(config) is None:
+    if max_model_len(_section(given, name).engine):
+        return f"lower it, or {more}"
+    if max_model_len(_section(sized, name).engine):
+        return f"lower data.max_prompt_tokens or rollout.max_tokens, or {more}"
+    if needed_tokens(given) is None:
         return f"set data.max_prompt_tokens, which bounds max_model_len too, or {more}"
-    return f"lower data.max_prompt_tokens or rollout.max_tokens, or {more}"
+    return f"set it to the longest prompt of its own with its response, or {more}"
 
 
 def with_defaults(config: RunConfig, device: Device) -> RunConfig:

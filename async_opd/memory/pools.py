@@ -49,6 +49,10 @@ ON_HOST = {
 }
 """Terms that ``train.offload`` keeps in host memory."""
 
+THROUGH_HOST = ("gloo", "shared_memory")
+"""Transports by which weights come to a GPU through host memory. Another module's is taken for one
+between GPUs, as NCCL is."""
+
 Sizes = Callable[[str], ModelSize]
 """The size of a local model by its directory."""
 
@@ -184,7 +188,7 @@ def _received(config: RunConfig, machine: Machine) -> Terms:
     and only copies are a worker's.
     """
     backend, device = config.sync_backend, machine.device
-    if device == "cuda" and backend in ("nccl", "auto"):
+    if device == "cuda" and backend not in THROUGH_HOST:
         return {}
     step, chunk = step_of(config, machine), config.sync.chunk_mib << 20
     sent = _snapshot(config, step, device)
@@ -283,7 +287,7 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
 
 
 def outside(config: RunConfig, name: str, machine: Machine) -> Terms:
-    """What a process has on its GPU beside its tensors; of an engine, beside its share."""
+    """Bytes that a process has on its GPU beside its tensors; of an engine, beside its share."""
     found = {"CUDA context": CONTEXT}
     if several := communicators(config, name, machine):
         found["NCCL communicators"] = COMMUNICATOR * several
@@ -299,7 +303,7 @@ def communicators(config: RunConfig, name: str, machine: Machine) -> int:
     workers, and once more for experts. One for each group of a weight sync: rank 0 has all of them,
     and each replica that only evaluates is a group.
     """
-    synced = config.sync_backend in ("auto", "nccl")
+    synced = config.sync_backend not in THROUGH_HOST
     if name == "train":
         train = config.train
         groups = (config.rollout.replicas if config.sync.rolling else 1) + config.eval.replicas
@@ -314,7 +318,7 @@ def _load(config: RunConfig, name: str, machine: Machine) -> int:
     """Bytes of a load of new weights: of the student's engines, and of teachers that follow it."""
     pool, model = engine_section(config, name)
     size, dtype = machine.sizes(model), engine_dtype(pool.engine, machine.device)
-    itemsize, on_gpu = (4 if dtype == "float32" else 2), config.sync_backend in ("auto", "nccl")
+    itemsize, on_gpu = (4 if dtype == "float32" else 2), config.sync_backend not in THROUGH_HOST
     if name not in ("rollout", EVAL):
         loads = name.removeprefix("teachers.") in config.refreshes
         return reload_bytes(size, itemsize, pool.tensor_parallel, None) if loads else 0

@@ -30,7 +30,7 @@ class FaultReturningWorker:
             return None, f"{type(error).__name__}: {error}"
 
     def refuse_broken_sleep(self) -> None:
-        """Makes ``sleep`` and ``wake_up`` keep their errors, and raises the first one if there is.
+        """Makes ``sleep`` and ``wake_up`` keep their errors; raises the first one, if there is one.
 
         It raises ever after: a worker that is half asleep computes no more.
         """

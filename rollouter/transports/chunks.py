@@ -54,12 +54,12 @@ class Sender(ABC):
     ports: range | None = None
     """The ports to listen on; None for any."""
     seconds_per_byte = 0.0
-    """What a broadcast may take beside ``timeout_s``."""
+    """Added to ``timeout_s`` for each byte of a broadcast."""
 
     def __init__(self, host: str, timeout_s: float, chunk_bytes: int) -> None:
         """``host``: the address to listen on. ``timeout_s`` bounds ``connect``.
 
-        A broadcast may take longer, by its bytes: see ``Rendezvous.broadcast_s``.
+        A broadcast may take longer, by its bytes: see ``broadcast_s``.
         """
         self.host = host
         self.timeout_s = timeout_s
@@ -73,6 +73,10 @@ class Sender(ABC):
         host, port, self.secret = self.listen()
         bounds = (self.timeout_s, self.chunk_bytes)
         return Rendezvous(host, port, world_size, *bounds, self.secret, self.seconds_per_byte)
+
+    def broadcast_s(self, nbytes: int) -> float:
+        """See Rendezvous.broadcast_s."""
+        return self.timeout_s + nbytes * self.seconds_per_byte
 
     @abstractmethod
     def listen(self) -> tuple[str, int, bytes]:
@@ -91,8 +95,7 @@ class Sender(ABC):
 
         Returns the seconds in ``send``. Raises when all takes longer than ``broadcast_s``.
         """
-        allowed_s = self.timeout_s + meta.nbytes * self.seconds_per_byte
-        left, sending = SecondsLeft(allowed_s), 0.0
+        left, sending = SecondsLeft(self.broadcast_s(meta.nbytes)), 0.0
         for chunk in chunk_plan(meta.sizes, self.chunk_bytes):
             data = packed(weights, chunk)
             started = time.perf_counter()

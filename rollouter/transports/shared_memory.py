@@ -36,7 +36,7 @@ begin behind them, at an address that suits every dtype."""
 
 
 class SharedMemory:
-    """A file without a name of a fixed size, mapped; freed when nobody maps it any more."""
+    """A mapped file of a fixed size, without a name; it is freed with its last mapping."""
 
     def __init__(self, nbytes: int) -> None:
         """WeightSyncError if the machine, or the container, has no room for it."""
@@ -45,7 +45,7 @@ class SharedMemory:
         self.nbytes = nbytes
         self.fd = os.memfd_create("async_opd weights", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.fd, 0, nbytes)  # else a missing page kills who writes there
+            os.posix_fallocate(self.fd, 0, nbytes)  # else writing to a missing page is a SIGBUS
             self.bytes: Any = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
         except OSError as error:
             os.close(self.fd)
@@ -54,7 +54,7 @@ class SharedMemory:
             raise WeightSyncError("weight sync", cause, remedy) from error
 
     def close(self) -> None:
-        """Nobody can open it any more; who has mapped it keeps it."""
+        """Ends further openings; mappings stay."""
         os.close(self.fd)
 
 
@@ -71,7 +71,7 @@ class SharedMemorySender(GlooSender):
         """See Sender.broadcast. WeightSyncError if there is no room for the weights."""
         import torch
 
-        left = SecondsLeft(self.timeout_s + meta.nbytes * self.seconds_per_byte)
+        left = SecondsLeft(self.broadcast_s(meta.nbytes))
         memory, nonce = self._room(NONCE_BYTES + meta.nbytes), secrets.token_bytes(NONCE_BYTES)
         memory.bytes[:NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8)
         end = NONCE_BYTES
@@ -81,24 +81,25 @@ class SharedMemorySender(GlooSender):
             end += len(data)
             left()
         place = {"pid": os.getpid(), "fd": memory.fd, "nbytes": memory.nbytes, "nonce": nonce.hex()}
-        said = bytearray(json.dumps(place).encode().ljust(PLACE_BYTES))
+        message = bytearray(json.dumps(place).encode().ljust(PLACE_BYTES))
         try:
             started = time.perf_counter()
-            self.send(torch.frombuffer(said, dtype=torch.uint8), left())
+            self.send(torch.frombuffer(message, dtype=torch.uint8), left())
             return time.perf_counter() - started
         except BaseException:
-            self._forget()  # a receiver that is late may still read it
+            self.forget()  # a receiver that is late may still read it
             raise
 
     def _room(self, nbytes: int) -> SharedMemory:
         kept = SharedMemorySender._memory
         if kept is None or kept.nbytes != nbytes:
-            self._forget()
+            self.forget()
             kept = SharedMemorySender._memory = SharedMemory(nbytes)
         return kept
 
     @staticmethod
-    def _forget() -> None:
+    def forget() -> None:
+        """Closes the memory; the next snapshot is in another one."""
         if SharedMemorySender._memory is not None:
             SharedMemorySender._memory.close()
         SharedMemorySender._memory = None
@@ -112,7 +113,7 @@ class SharedMemoryReceiver(GlooReceiver):
     def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
         """See Receiver.receive. WeightSyncError on another machine than the trainer's."""
         if self._rest is None or not len(self._rest):
-            self._rest = _mapped(super().receive(PLACE_BYTES, timeout_s))
+            self._rest = mapped(super().receive(PLACE_BYTES, timeout_s))
         chunk, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return chunk
 
@@ -122,11 +123,11 @@ class SharedMemoryReceiver(GlooReceiver):
         self._rest = None
 
 
-def _mapped(said: torch.Tensor) -> torch.Tensor:
-    """The weights in the memory that the sender has named."""
+def mapped(message: torch.Tensor) -> torch.Tensor:
+    """The weights in the memory that the sender's message names. WeightSyncError without it."""
     import torch
 
-    place = json.loads(said.numpy().tobytes())
+    place = json.loads(message.numpy().tobytes())
     path, nonce = f"/proc/{place['pid']}/fd/{place['fd']}", bytes.fromhex(place["nonce"])
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -322,6 +322,21 @@ def test_an_engine_needs_no_more_than_the_run_does(tmp_path: Path) -> None:
     assert list(faults_of_cache(short, of_folders(40))) == []
 
 
+def test_the_remedy_of_a_length_that_the_config_has_is_a_lower_one(tmp_path: Path) -> None:
+    models = long_models(tmp_path) | {"rollout": {"engine": {"max_model_len": 262_144}}}
+    ((key, _, remedy),) = faults_of_cache(of_run(models, max_prompt_tokens=2048), of_folders(40))
+    assert key == "rollout.engine.max_model_len"
+    assert remedy == "lower it, or raise tensor_parallel"
+
+
+def test_the_remedy_for_a_teacher_with_prompts_of_its_own_is_its_own_length(tmp_path: Path) -> None:
+    models = long_models(tmp_path)
+    models["teachers"]["a"]["system_prompt"] = "be brief"
+    ((key, _, remedy),) = faults_of_cache(of_run(models, max_prompt_tokens=2048), of_folders(40))
+    assert key == "teachers.a.engine.max_model_len"
+    assert remedy.startswith("set it to the longest prompt")
+
+
 def test_layers_with_a_window_keep_the_window_only(tmp_path: Path) -> None:
     kinds = ["full_attention"] + ["sliding_attention"] * 35
     models = long_models(tmp_path, layer_types=kinds, sliding_window=1024)

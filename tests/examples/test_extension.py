@@ -60,12 +60,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
     pip = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)]
     subprocess.run(pip, check=True, timeout=120)
+    path = [str(ROOT), str(target), os.environ["PYTHONPATH"]]
     done = subprocess.run(
         [sys.executable, "-c", TRAINED, str(EXTENSION / "config.yaml"), str(folder / "tiny")],
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{target}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -19,12 +19,12 @@ import torch
 
 from async_opd.core.errors import WeightSyncError
 from async_opd.weight_sync.layout import WeightMeta
-from rollouter.transports import shared_memory
 from rollouter.transports.shared_memory import (
     PLACE_BYTES,
     SharedMemory,
     SharedMemoryReceiver,
     SharedMemorySender,
+    mapped,
 )
 
 HERE, BOUND_S, CHUNK = "127.0.0.1", 30.0, 16
@@ -64,7 +64,7 @@ def together() -> Iterator[Together]:
             return futures
 
         yield run
-    SharedMemorySender._forget()
+    SharedMemorySender.forget()
 
 
 def group(together: Together, size: int) -> tuple[SharedMemorySender, list[SharedMemoryReceiver]]:
@@ -144,9 +144,9 @@ def test_a_receiver_has_what_a_trainer_that_was_killed_has_sent_and_nothing_more
     ) as trainer:
         try:
             assert trainer.stdout is not None
-            told = json.loads(trainer.stdout.readline())
-            secret = bytes.fromhex(told["secret"])
-            at = Rendezvous(HERE, told["port"], 2, BOUND_S, CHUNK, secret)
+            opened = json.loads(trainer.stdout.readline())
+            secret = bytes.fromhex(opened["secret"])
+            at = Rendezvous(HERE, opened["port"], 2, BOUND_S, CHUNK, secret)
             receiver = SharedMemoryReceiver(at, 1)
             first = receiver.receive(16, BOUND_S)
         finally:
@@ -179,9 +179,9 @@ def test_an_engine_that_does_not_see_the_trainers_memory_says_which_transport_to
     """Another machine has no such process, or another one of that number."""
     memory = SharedMemory(256)
     place = {"pid": os.getpid(), "fd": memory.fd, "nbytes": 256, "nonce": "11" * 64} | elsewhere
-    said = bytearray(json.dumps(place).encode().ljust(PLACE_BYTES))
+    message = bytearray(json.dumps(place).encode().ljust(PLACE_BYTES))
     try:
         with pytest.raises(WeightSyncError, match=r"cannot be opened here.*\n.*backend to gloo"):
-            shared_memory._mapped(torch.frombuffer(said, dtype=torch.uint8))
+            mapped(torch.frombuffer(message, dtype=torch.uint8))
     finally:
         memory.close()

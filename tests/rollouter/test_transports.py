@@ -69,13 +69,14 @@ def test_a_third_transport_is_one_module_and_one_entry(tmp_path: Path) -> None:
     """The config takes its name, the publisher sends through it, and two engines receive."""
     shutil.copy(HERE / "tcp_transport.py", tmp_path / "third.py")
     (tmp_path / "run.py").write_text(RUN_OF_A_THIRD)
+    path = [str(HERE.parents[1]), str(tmp_path), os.environ["PYTHONPATH"]]
     done = subprocess.run(
         [sys.executable, str(tmp_path / "run.py"), str(EXAMPLE)],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=HERE.parents[1],
-        env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{tmp_path}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
