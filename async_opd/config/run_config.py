@@ -184,7 +184,7 @@ class RunConfig(Section):
         """
         if self.sync.backend != "auto" or self.rollout.host is None:
             return self.sync.backend
-        return "gloo" if self.cluster.address else "shared_memory"
+        return "gloo" if self.cluster.joins else "shared_memory"
 
     def _colocation_faults(self) -> Iterator[tuple[str, str, str]]:
         """What does not go together with rollout engines on the trainer's GPUs."""
