@@ -152,7 +152,7 @@ def evaluate(
 
     from async_opd.checks.memory_fit import with_defaults
     from async_opd.checks.preflight import preflight
-    from async_opd.checks.resources import gpu_count, pools, resolve_device
+    from async_opd.checks.resources import gpu_count, pools, resolve_device, with_device
     from async_opd.data.hub import fetched_data
     from async_opd.data.teacher_prompts import teacher_readers
     from async_opd.files.safe_open import make_folder, private_files, write_atomically
@@ -162,6 +162,9 @@ def evaluate(
     from async_opd.models.tokenizer import Text
     from async_opd.pictures.folder import MEDIA, Thumbnails
 
+    alone, notes = with_device(alone)
+    for note in notes:
+        _say(note)
     config, alone = localize(config, where), localize(alone, where)
     config = fetched_data(config, where)
     alone = alone.model_copy(update={"data": config.data})

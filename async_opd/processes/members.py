@@ -244,7 +244,10 @@ class MemberSet(Generic[T]):
 
         Raises its last failure if fewer are left then than are needed.
         """
-        with self.waits.on(f"{member.name} to serve again", self.policy.start_s, " a try"):
+        bound = (self.policy.patience_s, "")
+        if self.policy.rebuild is not None:
+            bound = (self.policy.start_s, " a try")
+        with self.waits.on(f"{member.name} to serve again", *bound):
             await self._mended(member)
 
     async def _mended(self, member: Member[T]) -> None:

@@ -75,12 +75,14 @@ def _replay(given: argparse.Namespace) -> int:
 
 async def replay(plan: ReplayPlan, where: str) -> Outcome:
     """Computes the plan's steps until one differs. ConfigError if this machine is another one."""
-    from async_opd.checks.resources import resolve_device
+    from async_opd.checks.resources import resolve_device, with_device
     from async_opd.cluster.launch import launch_replayer
     from async_opd.replay.comparison import platform_faults
 
     started = time.monotonic()
-    config = _alone(plan)
+    config, notes = with_device(_alone(plan))
+    for note in notes:
+        _say(note)
     async with launch_replayer(config, device=resolve_device(config), notify=_say) as replayer:
         folder = None if plan.folder is None else str(plan.folder.absolute())
         here = await replayer.start(folder)
