@@ -160,7 +160,7 @@ async def reserve(
         async with asyncio.timeout(config.timeouts.engine_start_s):
             while not await _are_reserved(bundles, notify):
                 notify(
-                    "cluster: another run took some of the GPUs; the others are asked for again later"
+                    "cluster: another run took some of the GPUs; those left are asked for again later"
                 )
                 await asyncio.sleep(SystemRandom().uniform(0, TOGETHER_S))
     except TimeoutError as error:
