@@ -159,9 +159,7 @@ async def reserve(
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             while not await _are_reserved(bundles, notify):
-                notify(
-                    "cluster: another run took some of the GPUs; those left are asked for again later"
-                )
+                notify("cluster: another run took some GPUs; the others are asked for again later")
                 await asyncio.sleep(SystemRandom().uniform(0, TOGETHER_S))
     except TimeoutError as error:
         raise await asyncio.to_thread(_too_small, bundles.units) from error
