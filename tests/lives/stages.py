@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +182,10 @@ class Cluster:
         self.config, self.shape, self.seed = config, shape, seed
         self.trainer: Any = Handle(self)  # type: ignore[arg-type]
         self._begin()
+
+    async def watched(self, work: Awaitable[None]) -> None:
+        """See LaunchedStages."""
+        await work
 
     def _begin(self) -> None:
         self.seed += 1
