@@ -93,7 +93,7 @@ def with_device(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def gpus_of_cluster(address: str, timeout_s: float) -> int:
-    """GPUs of all machines that a cluster to join has now, asked by a process of its own.
+    """GPUs of all machines that a cluster to join has now. Another process asks.
 
     StageError if it does not answer within the bound.
     """

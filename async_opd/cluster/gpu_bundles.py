@@ -53,7 +53,7 @@ TOGETHER_S = 20.0
 
 @dataclass(frozen=True)
 class GpuBundles:
-    """The reserved GPUs of a run; empty on CPU. Can be pickled and sent to other actors.
+    """The reserved GPUs of a run, or its places. Can be pickled and sent to other actors.
 
     Ray gives them back when the run leaves the cluster.
     """
@@ -62,9 +62,9 @@ class GpuBundles:
     units: tuple[Unit, ...] = ()
 
     async def strategy(self, pool: str, index: int) -> Any:
-        """Where Ray is to start a process of this pool, or of a guest of its; None on CPU.
+        """Where Ray is to start a process of this pool, or a guest of it; None for any place.
 
-        Waits, without a bound of its own, while the cluster has no room for its GPUs.
+        Waits, without a bound, while the cluster has no room for it.
         """
         for unit in self.units:
             for number, bundle in enumerate(unit.bundles):
@@ -159,7 +159,7 @@ async def reserve(
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             while not await _are_reserved(bundles, notify):
-                notify("cluster: another run took some GPUs; the others are asked for again later")
+                notify("cluster: another run took some of the GPUs; all are asked for again later")
                 await asyncio.sleep(SystemRandom().uniform(0, TOGETHER_S))
     except TimeoutError as error:
         raise await asyncio.to_thread(_too_small, bundles.units) from error

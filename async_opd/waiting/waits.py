@@ -24,7 +24,7 @@ WAITING = "waiting for "
 
 
 def named(what: str, so_far_s: float, bound_s: float, each: str = "") -> str:
-    """What is waited for, how long it was so far, and its bound, ``inf`` for none."""
+    """The words for one wait: for what, how long so far, and its bound; ``inf`` is no bound."""
     bound = "no bound" if bound_s == math.inf else f"at most {bound_s:g} s{each}"
     return f"{what} ({so_far_s:.0f} s so far, {bound})"
 

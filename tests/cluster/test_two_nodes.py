@@ -20,8 +20,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks import nodes
+from async_opd.checks.gpu_plan import units
+from async_opd.checks.resources import pools
 from async_opd.cluster import actor_names, gpu_bundles
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
+from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, reserve
 from async_opd.cluster.node_checks import check_nodes
@@ -284,6 +287,23 @@ async def test_processes_on_cpus_are_spread_over_the_nodes(cluster: None) -> Non
     for remote in made.started:
         remote.kill()
     await give_back(places)
+
+
+async def test_gpus_that_others_use_are_asked_for_where_machines_may_come(cluster: None) -> None:
+    """As placement groups, for which an autoscaler starts machines."""
+    others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
+    await others.ready()
+    given = config()
+    given = given.model_copy(
+        update={"cluster": given.cluster.model_copy(update={"wait_s": BOUND_S})}
+    )
+    asking = GpuBundles(run_name(given), tuple(units(pools(given))))
+    waiting = asyncio.create_task(reserve(given, print))
+    async with asyncio.timeout(BOUND_S):
+        while None not in asking.asked().values():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    remove_placement_group(others)
+    await give_back(await asyncio.wait_for(waiting, BOUND_S))
 
 
 async def test_gpus_that_others_do_not_give_back_are_a_shortage(cluster: None) -> None:

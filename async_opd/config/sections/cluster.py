@@ -50,7 +50,7 @@ class ClusterConfig(Section):
     wait_s: float = Field(default=0, ge=0)
     """Seconds to wait for machines of a joined cluster that are to come: its workers start later,
     or an autoscaler starts them for the GPUs that the run asks for. By default a cluster that has
-    too few GPUs is refused at once."""
+    too few GPUs is refused at once, and none is asked for while others use them."""
 
     @property
     def joins(self) -> str | None:
