@@ -139,7 +139,7 @@ class Mirror(Sink):
 
     def roll_back(self, within_s: float) -> str | None:
         """Notes the run's rollbacks at the URL; a warning if that fails or takes longer. Blocks."""
-        # a thread of its own: an upload that lasts has the other one
+        # a second thread: an upload under way may hold the first one
         worker: BackgroundWorker[None] = BackgroundWorker("rollback", lambda _: self._note(), 1)
         worker.put(None)
         cause = f"no answer within {within_s:g} s"

@@ -166,7 +166,7 @@ def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
 
 
 def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
-    """What the two syncs proved: trainer and rollout engines on held rows; one update.
+    """Results of the two syncs: trainer and rollout engines on held rows; one update.
 
     ``quantized_by``: the key by which the engines are quantized, which hides outdated weights.
     """

@@ -204,7 +204,7 @@ def gsm8k(response: str, row: Row) -> Grade:
     """
     expected = _number(str(row.answer), whole=True)
     if expected is None:
-        raise ValueError(f"the answer {row.answer!r} has no number of its own")
+        raise ValueError(f"the answer {row.answer!r} has no number that stands alone")
     found = _number(response)
     return Grade(float(found == expected), found)
 
@@ -212,7 +212,7 @@ def gsm8k(response: str, row: Row) -> Grade:
 def _number(text: str, whole: bool = False) -> str | None:
     """The number that a text gives, in digits of which equal numbers have the same.
 
-    ``whole``: it is no part of something else, where it is the last number of the text either.
+    ``whole``: it is not a part of something else, where it is the last number of the text either.
     """
     text = CURRENCY.sub("", MINUS.sub("-", text.replace("{,}", ",")))
     after = answer_in(text, "####")
@@ -232,7 +232,7 @@ def _number(text: str, whole: bool = False) -> str | None:
 
 
 def _is_whole(number: re.Match[str]) -> bool:
-    """Whether a number is no part of something else."""
+    """Whether a number is not a part of something else."""
     before = BEFORE.search(number.string, 0, number.start())
     return not (before or AFTER.match(number.string, number.end()))
 

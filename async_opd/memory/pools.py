@@ -181,7 +181,7 @@ def _pinned(config: RunConfig, size: ModelSize, nbytes: int) -> int:
 
 
 def _received(config: RunConfig, machine: Machine) -> Terms:
-    """What a worker of a student's engine has received in host memory, and not loaded yet.
+    """Bytes that a worker of a student's engine has received in host memory, and not loaded yet.
 
     On a CPU all that is sent. On a GPU one chunk, the copies of its tensors, and tensors before it
     of a layer that is not complete: a bound. NCCL sends to GPUs; shared memory is the trainer's,
@@ -249,7 +249,7 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
         return PoolMemory("train", ranks, {}, terms | host, first)
     first["snapshot"] = _pinned(config, step.size, sent)
     away, exact = step.on_host, frozenset[str]()
-    if config.rollout.host == "train":  # between two steps: there are no gradients
+    if config.rollout.host == "train":  # between two steps: no gradients exist
         away = frozenset({"parameters", "moments"})
     elif config.train.offload == "parameters":
         exact = frozenset({"moments"})

@@ -168,7 +168,7 @@ class Sync:
 
 @dataclass
 class Shape:
-    """The settings of a life's processes that are no part of the config."""
+    """The settings of a life's processes that the config does not have."""
 
     faults: Faults
     bad: Mapping[int, float] = field(default_factory=dict)
@@ -267,7 +267,7 @@ class Cluster:
         await self.trainer.save(directory)
 
     def close(self) -> None:
-        """What the trainer's process had going on ends with it."""
+        """Work of the trainer's process ends with it."""
         self.death.set()
         self._batcher.close()
         if self.stage._hand_out is not None:
