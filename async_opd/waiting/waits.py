@@ -24,7 +24,7 @@ WAITING = "waiting for "
 
 
 def named(what: str, so_far_s: float, bound_s: float, each: str = "") -> str:
-    """The words for one wait: for what, how long so far, and its bound; ``inf`` means without a bound."""
+    """The words for one wait: its name, its time so far, its bound; ``inf`` means without one."""
     bound = "no bound" if bound_s == math.inf else f"at most {bound_s:g} s{each}"
     return f"{what} ({so_far_s:.0f} s so far, {bound})"
 
