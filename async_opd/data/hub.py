@@ -245,6 +245,11 @@ def _size(path: str) -> tuple[int, int]:
     return rows_and_numbers(Path(path))
 
 
+def files_sized() -> int:
+    """Files whose size this process has read: it grows while those before a resume are fetched."""
+    return _size.cache_info().misses
+
+
 def fetched_data(config: RunConfig, where: str) -> RunConfig:
     """The config with the commit and files of all data of the hub, which is downloaded.
 

@@ -18,7 +18,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import ConfigError, SourceError
 from async_opd.core.row import Row
-from async_opd.data.hub import HubSource, fetched_data
+from async_opd.data.hub import HubSource, fetched_data, files_sized
 from tests.checks.inputs import EXAMPLE, config
 from tests.data.hub_server import COMMITS, Hub, serving
 
@@ -158,6 +158,12 @@ def test_rows_go_on_over_files_from_any_position(folder: Path, start: int) -> No
     assert list(made.rows(0, DataConfig(train=[]), start)) == whole[start:]
     numbers = [int(str(one.uid).rpartition(":")[2]) for one in whole if isinstance(one, Row)]
     assert numbers == sorted(set(numbers))
+
+
+def test_files_before_a_position_are_counted_one_by_one(folder: Path) -> None:
+    before = files_sized()
+    assert "".join(prompts(source(f"hf:{folder}:main"), start=4)) == "e"
+    assert files_sized() - before == 2
 
 
 def test_a_run_downloads_the_split_and_notes_commit_and_files(hub: Hub) -> None:
