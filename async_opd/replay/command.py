@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_opd.config.overrides import add_trust
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
 from async_opd.processes.output import write_stderr
@@ -52,6 +53,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run with log.replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the training step")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_trust(parser, "the run directory names")
     parser.set_defaults(command=_replay)
 
 
@@ -61,7 +63,7 @@ def _replay(given: argparse.Namespace) -> int:
     from async_opd.config.secrets import Redactor
     from async_opd.replay.kept_run import replay_plan
 
-    plan = replay_plan(Path(given.run_dir), given.step)
+    plan = replay_plan(Path(given.run_dir), given.step, given.trust_remote_code)
     given.redacted = Redactor(plan.config.model_dump(mode="json", by_alias=True))
     outcome: Outcome = uvloop.run(replay(plan, given.run_dir))
     if given.json:
