@@ -83,6 +83,8 @@ def given_config(
     code, problems = dict(_named_code(config)), list[Problem]()
     if record is not None:
         of_run, config = config, load_config(record, folder=place.root)
+        # the record has the cluster that the environment named then
+        config = config.model_copy(update={"cluster": of_run.cluster})
         code |= _named_code(config)
         trees = (one.model_dump(mode="json", by_alias=True) for one in (config, of_run))
         for key, was, now in changed_keys(*trees):

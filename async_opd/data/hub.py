@@ -74,8 +74,8 @@ class HubSource(RowSource):
         """See PromptSource.rows; numbers go on from one file to the next."""
         before = 0
         for name in self._named():
-            path = self._path(name)
             try:
+                path = self._path(name)
                 rows, numbers = _size(path)
             except SourceError:
                 raise

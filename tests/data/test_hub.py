@@ -209,7 +209,7 @@ def test_a_part_of_a_split_in_the_cache_is_none(hub: Hub) -> None:
     fetched_data(run_config("hf:org/set:main"), "c.yaml")
     made = source("hf:org/set:main").cached()
     assert not made.absent
-    os.unlink(made._path("main/train-00001-of-00002.jsonl"))
+    os.unlink(str(made._path("main/train-00001-of-00002.jsonl")))
     assert source("hf:org/set:main").cached().absent
 
 
@@ -220,7 +220,7 @@ def test_a_part_of_a_split_whose_names_have_no_numbers_of_files_is_none(
     fetched_data(run_config("hf:org/plain"), "c.yaml")
     made = source("hf:org/plain").cached()
     assert "".join(prompts(made)) == "pqr"
-    os.unlink(made._path("default/train/0001.parquet"))
+    os.unlink(str(made._path("default/train/0001.parquet")))
     assert source("hf:org/plain").cached().absent
 
 

@@ -16,6 +16,7 @@ from async_opd.core.samples import DeadLetter, Prompt
 from async_opd.waiting.reading_thread import ReadingThread
 from async_opd.waiting.waits import EVERY_S, Waits
 from tests.timers import ManualTimer
+from tests.waiting.test_deadline import Run, both_loops
 
 STALL_S = 100.0
 
@@ -68,14 +69,18 @@ async def hang_for(seconds: float, timer: ManualTimer) -> None:
     timer.advance(seconds)
 
 
-async def test_the_event_loop_goes_on_while_a_source_hangs() -> None:
-    with hanging_source() as source:
+@both_loops
+def test_the_event_loop_goes_on_while_a_source_hangs(run: Run) -> None:
+    async def reads() -> int:
         reading, _ = hanging_reading()
         running = asyncio.create_task(reading.run(source.read))
         await source.asked()
         assert not running.done()
         source.go.set()
-        assert await asyncio.wait_for(running, 30) == 0
+        return await asyncio.wait_for(running, 30)
+
+    with hanging_source() as source:
+        assert run(reads()) == 0
 
 
 async def test_the_error_of_a_read_is_raised() -> None:
