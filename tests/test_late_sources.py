@@ -86,7 +86,7 @@ async def test_the_error_names_the_streamed_sources_of_the_run_and_no_other() ->
     late = StreamedRows(rows, 2)
     config = world(stall_s=0.01).pipeline.config
     inputs = SimpleNamespace(train=[[], late], cold_start=[[]])
-    job: Any = SimpleNamespace(inputs=inputs, config=config, message=lambda text: None)
+    job: Any = SimpleNamespace(inputs=inputs, config=config, waits=None)
     try:
         with pytest.raises(StageTimeout, match=r"prompts: rows of data\.train\[1\] did not come"):
             await reading_of(job).run(lambda: late.head)
