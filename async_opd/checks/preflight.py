@@ -74,10 +74,6 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     """
     gpus = gpu_count() if gpus is None else gpus
     found = Findings(where)
-    try:
-        refuse_client(config)
-    except ConfigError as refused:
-        found.problems.extend(refused.problems)
     config, partial = with_cached(config, found.notes)
     config, unclear = with_cached_data(config, where, found.notes)
     found.problems.extend(unclear)
@@ -179,7 +175,11 @@ def _payload(config: RunConfig, found: Findings, gpus: int, prompt_tokens: int |
 
 
 def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int) -> None:
-    """Checks that the pools fit the machine."""
+    """Checks that the pools fit the machine, and that a cluster to join can be joined."""
+    try:
+        refuse_client(config)
+    except ConfigError as refused:
+        found.problems.extend(refused.problems)
     for key, fault, remedy in misplaced(config):
         found.add(key, f"found {fault}", remedy)
     if config.train.moments != "float32" and importlib.util.find_spec("torchao") is None:

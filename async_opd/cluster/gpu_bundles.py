@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import cycle
 from random import SystemRandom
 from typing import Any
 
@@ -28,7 +29,6 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from async_opd.checks.gpu_plan import (
-    RANKS,
     Bundle,
     GpuNode,
     Unit,
@@ -41,7 +41,14 @@ from async_opd.checks.resources import pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.actor_shell import START_KEY
-from async_opd.cluster.watching.nodes import ANSWER_S, PLACED, POLL_S, REMOVED, group_state
+from async_opd.cluster.watching.nodes import (
+    ANSWER_S,
+    PLACED,
+    POLL_S,
+    REMOVED,
+    group_state,
+    nodes,
+)
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.waiting.deadline import Deadline
@@ -89,7 +96,7 @@ class GpuBundles:
         """Asks Ray for the unit's GPUs, those of the ``node`` if it still has them."""
         return placement_group(
             [{"GPU": bundle.gpus} if bundle.gpus else {"memory": 1} for bundle in unit.bundles],
-            strategy="STRICT_PACK" if unit.gpus else "SPREAD",
+            strategy="STRICT_PACK",
             name=self._name(unit),
             _soft_target_node_id=node,
         )
@@ -123,23 +130,22 @@ def names(unit: Unit) -> str:
 
 
 async def cpu_places(config: RunConfig) -> GpuBundles:
-    """Places without GPUs: one for the trainer's first rank and the singletons, others apart.
+    """Places without GPUs, on the nodes in turn: the singletons are at that of the first rank.
 
-    Ray spreads these over the nodes, and would start processes that reserve nothing anywhere. Each
-    place takes one byte of memory in Ray's books, which every node has: Ray forgets a node affinity
-    that is soft when it restarts an actor. If a node dies, Ray moves its places to another one.
+    Ray would start processes that reserve nothing anywhere. A place takes one byte of memory in
+    Ray's books, which every node has: Ray forgets a node affinity that is soft when it restarts an
+    actor. If a node dies, Ray moves its places to other ones.
     """
-    bundles = [
-        Bundle(pool.name, index, 0)
+    found = [
+        Unit((Bundle(pool.name, index, 0),))
         for pool in pools(config)
         if pool.shares is None
         for index in range(pool.replicas)
     ]
-    trainer = Bundle(RANKS, 0, 0)
-    apart = Unit(tuple(bundle for bundle in bundles if bundle != trainer))
-    places = GpuBundles(run_name(config), (Unit((trainer,)), apart))
-    for unit in places.units:
-        await asyncio.to_thread(places.create, unit)
+    places = GpuBundles(run_name(config), tuple(found))
+    alive = cycle([key for key, node in (await nodes()).items() if node.alive])
+    for unit, node in zip(found, alive, strict=False):
+        await asyncio.to_thread(places.create, unit, node)
     bound, what = config.timeouts.engine_start_s, "placing its processes"
     await Deadline("cluster").within(bound, what, places.placed(), f"raise {START_KEY}")
     return places
@@ -207,8 +213,10 @@ async def _ask_for_machines(
     That is what an autoscaler starts nodes for. They are given back before the units are assigned:
     Ray places small ones where large ones fit.
     """
+    if not wait_s:
+        return
     nodes = await asyncio.to_thread(gpu_nodes)
-    if not wait_s or _room_for(bundles.units, nodes) is not None:
+    if _room_for(bundles.units, nodes) is not None:
         return
     notify(f"cluster: waiting for machines: {shortage(bundles.units, nodes)}")
     try:

@@ -272,18 +272,19 @@ async def test_of_two_runs_that_start_at_the_same_moment_each_gets_all_of_its_gp
 
 
 async def test_processes_on_cpus_are_spread_over_the_nodes(cluster: None) -> None:
-    """Two of the student, one of the teacher that has no host, and the second rank."""
+    """Two of the student, one of the teacher that has no host, and two ranks."""
     places = await cpu_places(config())
     made = ActorFactory(config(), "cpu", (), Factories(), print, places)
     names = {
         ("rollout", 0): actor_names.student(0),
         ("rollout", 1): actor_names.student(1),
         ("teachers.own", 0): actor_names.teacher("own", 0),
+        ("train", 0): actor_names.trainer(0),
         ("train", 1): actor_names.trainer(1),
     }
     processes = [await made.create(name, bundle=bundle) for bundle, name in names.items()]
     found = Counter([(await place(process)).node for process in processes])
-    assert sorted(found.values()) == [2, 2]
+    assert sorted(found.values()) == [2, 3]
     for remote in made.started:
         remote.kill()
     await give_back(places)
