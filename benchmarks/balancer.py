@@ -2,7 +2,7 @@
 
     decisions   one process: take a place, give it back, replicas half full
     killed      400 requests, 32 at once, over 4 replicas in Ray actors through ``TeacherPool``;
-                one is killed in the middle. Beside it: the same over 3 healthy replicas.
+                one is killed in the middle. Beside it: the same over 3 healthy replicas
     imbalance   long and short requests mixed: the busiest replica's tokens over the mean
 
 A replica takes the time of its tokens, one request at a time, as an engine's prefill does.
@@ -39,7 +39,7 @@ from teachers.balancer import Balancer
 from teachers.pool import TeacherPool
 from teachers.replica_slots import ReplicaSlots
 
-REQUESTS, AT_ONCE, REPLICAS = 400, 32, 4
+AT_ONCE = 32
 TOKENS_PER_S = 20_000
 """Speed of a replica: slow enough that two cores carry four of them and Ray beside."""
 SHORT, LONG = (64, 512), (2048, 8192)
@@ -86,14 +86,14 @@ def request(index: int, tokens: int) -> Batch:
     return Batch.pack([Rollout.plain(f"p{index}/0", prompt, response, logprobs, (span,), "stop")])
 
 
-def mixed(seed: int) -> list[Batch]:
+def mixed(seed: int, count: int) -> list[Batch]:
     """Short requests with long ones among them."""
     random_ = random.Random(seed)
-    sizes = [random_.randint(*(LONG if random_.random() < 0.2 else SHORT)) for _ in range(REQUESTS)]
+    sizes = [random_.randint(*(LONG if random_.random() < 0.2 else SHORT)) for _ in range(count)]
     return [request(index, tokens) for index, tokens in enumerate(sizes)]
 
 
-async def decisions_per_s(replicas: int, count: int = 100_000) -> float:
+async def decisions_per_s(replicas: int, count: int) -> float:
     """Places taken (and as many given back) per second."""
     named = {f"engine/{index}": index for index in range(replicas)}
     policy = Policy[int](supervision=SupervisionConfig())
@@ -145,22 +145,24 @@ async def served(remotes: list[Remote], work: list[Batch], kill_at: int | None) 
     return {"ok": sum(done), "seconds": seconds, "imbalance": imbalance}
 
 
-async def measure(repeats: int) -> dict[str, float]:
+async def measure(sizes: argparse.Namespace) -> dict[str, float]:
     """Medians over the repeats, each with other requests; the least of what must never fail."""
-    decisions = [await decisions_per_s(REPLICAS) for _ in range(repeats)]
-    many = [await decisions_per_s(1024) for _ in range(repeats)]
+    repeats, replicas, requests = range(sizes.repeats), sizes.replicas, sizes.requests
+    decisions = [await decisions_per_s(replicas, sizes.decisions) for _ in repeats]
+    many = [await decisions_per_s(1024, sizes.decisions) for _ in repeats]
     killed, healthy, even = [], [], []
-    for seed in range(repeats):
-        killed.append(await served(await engines(REPLICAS), mixed(seed), kill_at=REQUESTS // 2))
-        healthy.append(await served(await engines(REPLICAS - 1), mixed(seed), kill_at=None))
-        even.append(await served(await engines(REPLICAS), mixed(seed), kill_at=None))
-        print({"killed": killed[-1], "three": healthy[-1], "four": even[-1]}, flush=True)
+    for seed in repeats:
+        work = mixed(seed, requests)
+        killed.append(await served(await engines(replicas), work, kill_at=requests // 2))
+        healthy.append(await served(await engines(replicas - 1), work, kill_at=None))
+        even.append(await served(await engines(replicas), work, kill_at=None))
+        print({"killed": killed[-1], "fewer": healthy[-1], "even": even[-1]}, flush=True)
     ratios = [one["seconds"] / other["seconds"] for one, other in zip(killed, healthy, strict=True)]
     return {
         "decisions_per_s": round(statistics.median(decisions)),
         "decisions_per_s_1024_replicas": round(statistics.median(many)),
         "killed_ok": min(run["ok"] for run in killed),
-        "killed_total": REQUESTS,
+        "killed_total": requests,
         "finish_ratio": round(statistics.median(ratios), 3),
         "imbalance": round(statistics.median(run["imbalance"] for run in even), 3),
     }
@@ -169,11 +171,12 @@ async def measure(repeats: int) -> dict[str, float]:
 def main() -> None:
     """Measures on a local Ray cluster."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    for name, value in (("repeats", 3), ("requests", 400), ("replicas", 4), ("decisions", 100_000)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = parser.parse_args()
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     try:
-        print(json.dumps(uvloop.run(measure(arguments.repeats))))
+        print(json.dumps(uvloop.run(measure(sizes))))
     finally:
         ray.shutdown()
 

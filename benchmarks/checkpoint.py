@@ -41,7 +41,7 @@ from trainer.student.sharding import full_tensor, join_mesh
 from trainer.student.slices import own_part
 
 CPU = torch.device("cpu")
-RANKS, ROUNDS = 2, 3
+RANKS = 2
 
 
 Part = Callable[[], object]
@@ -109,14 +109,14 @@ def worst(value: float) -> float:
     return float(found)
 
 
-def measured(spec: RankSpec, layers: int, way: Way, folder: str) -> dict[str, float]:
+def measured(spec: RankSpec, sizes: argparse.Namespace, way: Way, folder: str) -> dict[str, float]:
     """Figures of one way, in every rank."""
-    rank = made_rank(spec, layers)
+    rank = made_rank(spec, sizes.layers)
     share = sum(own_part(t).nbytes for _, t in training_state(rank.model, rank.optimizer))
     capture, write = way(rank, folder)
     ctypes.CDLL(None).malloc_trim(0)  # what making the student left would be used again
     with PrivatePeak() as memory:
-        times = [(seconds(capture), seconds(write)) for _ in range(ROUNDS)]
+        times = [(seconds(capture), seconds(write)) for _ in range(sizes.rounds)]
     return {
         "share_mb": round(share / 1e6),
         "capture_s": round(statistics.median(one for one, _ in times), 2),
@@ -125,26 +125,26 @@ def measured(spec: RankSpec, layers: int, way: Way, folder: str) -> dict[str, fl
     }
 
 
-def checkpoints(layers: int, way: Way) -> dict[str, float]:
+def checkpoints(sizes: argparse.Namespace, way: Way) -> dict[str, float]:
     """Figures of one way, of two ranks in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
 
         def lead(spec: RankSpec | None, _: RankGroup) -> dict[str, float]:
             assert spec is not None
-            return measured(spec, layers, way, folder)
+            return measured(spec, sizes, way, folder)
 
         def follow(spec: RankSpec) -> Any:
-            measured(spec, layers, way, folder)
+            measured(spec, sizes, way, folder)
 
         found: dict[str, float] = in_processes(RANKS, lead, follow, 600)
     return found
 
 
-def figures(layers: int) -> dict[str, float]:
+def figures(sizes: argparse.Namespace) -> dict[str, float]:
     """The figures of the module."""
-    before = {f"gathered_{name}": value for name, value in checkpoints(layers, gathered).items()}
+    before = {f"gathered_{name}": value for name, value in checkpoints(sizes, gathered).items()}
     del before["gathered_share_mb"]
-    return {**checkpoints(layers, sharded), **before}
+    return {**checkpoints(sizes, sharded), **before}
 
 
 def main() -> None:
@@ -153,7 +153,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=4)
-    print(json.dumps(figures(parser.parse_args().layers)))
+    parser.add_argument("--rounds", type=int, default=3)
+    print(json.dumps(figures(parser.parse_args())))
 
 
 if __name__ == "__main__":

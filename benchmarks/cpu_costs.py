@@ -68,7 +68,6 @@ def summary(
         },
         "trace_share": round((sum(one.trace_s for one in on) + samples * activity_s) / total, 4),
         "wandb_process_share": round(sum(one.wandb_s for one in on) / total, 4),
-        "cost_quartiles": [round(cost, 4) for cost in statistics.quantiles(costs)],
         "cost_of_sums": round(total / sum(without) - 1, 4),
         "cpu_ms_per_sample": round(1000 * sum(without) / samples, 3),
         "samples_per_s": round(samples / sum(one.wall_s for one in on)),

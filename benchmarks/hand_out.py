@@ -54,6 +54,7 @@ class NoStudent:
     """In a rank's place: it computes nothing."""
 
     vocabularies = Vocabularies(VOCABULARY)
+    sight = None
 
     def backward(self, micro_batches: Sequence[Any], factors: Any) -> BackwardResult:
         """Lets the micro-batches go."""
@@ -146,7 +147,7 @@ async def dealt(ranks: int, case: Case, steps: int) -> dict[str, float]:
     for step in range(2 * steps + 1):
         queue.counts = step > steps
         started = time.perf_counter()
-        now = await asyncio.wait_for(hand_out._deal(0), BOUND_S)  # nothing is dealt out ahead
+        now = await asyncio.wait_for(hand_out._deal(), BOUND_S)  # nothing is dealt out ahead
         assert batcher.commit(now.batch, 0)
         if 0 < step <= steps:
             seconds.append(time.perf_counter() - started)

@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,9 @@ def private_bytes() -> int:
 
 def load_memory(model: Path, ranks: int) -> LoadMemory:
     """Of the first rank, which has the most rows of an uneven division."""
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - imported before the start
 
     def measured(spec: RankSpec | None) -> LoadMemory:
-        import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - imported before the start
-
         torch.set_num_threads(1)
         mesh = None if spec is None else join_mesh(spec, CPU)
         objective, train = build_objective(ForwardKLConfig()), TrainConfig()
@@ -133,7 +133,7 @@ def model_in_child(path: Path, **sizes: Any) -> None:
         raise RuntimeError(f"no model was made: exit code {child.exitcode} after {MAKE_S:g} s")
 
 
-def figures(layers: int = 12, ranks: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:
+def figures(layers: int = 12, ranks: Sequence[int] = (1, 2, 4)) -> dict[str, Any]:
     """The figures of the module, for a model of about 50 MB a layer in float32."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -156,7 +156,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=12)
-    print(json.dumps(figures(parser.parse_args().layers)))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    given = parser.parse_args()
+    print(json.dumps(figures(given.layers, given.ranks)))
 
 
 if __name__ == "__main__":

@@ -121,29 +121,42 @@ def _shown(name: str, found: dict[str, float], started: float) -> float:
     return max(found.values(), key=lambda ratio: abs(ratio - 1))
 
 
+def gloo() -> Iterator[Case]:
+    """Two real ranks."""
+    for kind in ("none", "full"):
+        train = TrainConfig(ranks=2, dtype="float32", gradient_checkpointing=kind)
+        yield Case(f"2 gloo ranks, Qwen3 {kind}", small("Qwen3"), train)
+
+
+def of_fake(case: Case) -> dict[str, float]:
+    """The ratios of a case on fake tensors."""
+    with fake_ranks(case.train.ranks) as mesh:
+        return ratios(case, mesh)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--layers", type=int, help="of the fake students")
-    layers = parser.parse_args().layers
-    loading = load_memory.figures()  # first: memory that this process frees would be its ranks'
-    worst: dict[str, dict[str, float]] = {"real": {}, "fake": {}}
-    for case in real():
-        started = time.perf_counter()
-        worst["real"][case.name] = _shown(case.name, ratios(case), started)
-    for kind in ("none", "full"):
-        started = time.perf_counter()
-        train = TrainConfig(ranks=2, dtype="float32", gradient_checkpointing=kind)
-        case = Case(f"Qwen3 {kind}, 2 gloo ranks", small("Qwen3"), train)
-        worst["real"][case.name] = _shown(case.name, gloo_ratios(case), started)
-    for case in fake(layers):
-        started = time.perf_counter()
-        with fake_ranks(case.train.ranks) as mesh:
-            worst["fake"][case.name] = _shown(case.name, ratios(case, mesh), started)
-    furthest = {
-        kind: max(found.values(), key=lambda ratio: abs(ratio - 1)) for kind, found in worst.items()
-    }
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
+    parser.add_argument("--loaded-layers", type=int, default=12, help="of the student that loads")
+    parser.add_argument("--loading-ranks", type=int, nargs="+", default=[1, 2, 4])
+    given = parser.parse_args()
+    # first: memory that this process frees would be its ranks'
+    loading = load_memory.figures(given.loaded_layers, given.loading_ranks)
+    kinds = (("real", real(), ratios), ("real", gloo(), gloo_ratios))
+    kinds += (("fake", fake(given.layers), of_fake),)
+    worst: dict[str, list[float]] = {"real": [], "fake": []}
+    for kind, cases, measure in kinds:
+        for case in cases:
+            if case.name.startswith(tuple(given.only)):
+                started = time.perf_counter()
+                worst[kind].append(_shown(case.name, measure(case), started))
+    if not all(worst.values()):
+        counts = ", ".join(f"{len(found)} {kind}" for kind, found in worst.items())
+        parser.error(f"--only {given.only} names {counts} cases → at least one of each kind")
+    furthest = {kind: max(found, key=lambda r: abs(r - 1)) for kind, found in worst.items()}
     result = {
         "worst_ratio": round(max(furthest.values(), key=lambda r: abs(r - 1)), 3),
         **{f"worst_{kind}": round(ratio, 3) for kind, ratio in furthest.items()},

@@ -1,6 +1,6 @@
 """Every objective of ``examples/objectives`` on the quickstart's real task: final accuracy.
 
-    python -m benchmarks.objectives [--out DIR] [--only NAME …] [a.b.c=value …]
+    python -m benchmarks.objectives [a.b.c=value …] [--out DIR] [--only NAME …]
 
 Each example is a whole run of ``async_opd run`` (3 to 4 minutes on two idle cores). Runs found in
 ``--out`` are not made again, so that the table can be made in parts. Prints the table as Markdown,
@@ -77,15 +77,13 @@ def main() -> None:
     """Runs what is missing and prints all examples asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
-    parser.add_argument("--only", nargs="+", metavar="NAME")
+    examples = {example.stem: example for example in sorted(EXAMPLES.glob("*.yaml"))}
+    parser.add_argument("--only", nargs="+", choices=examples, default=list(examples))
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value")
     arguments = parser.parse_args()
-    examples = sorted(EXAMPLES.glob("*.yaml"))
-    if arguments.only:
-        examples = [example for example in examples if example.stem in arguments.only]
     results = []
-    for example in examples:
-        results.append(run(example, arguments.out, arguments.overrides))
+    for name in arguments.only:
+        results.append(run(examples[name], arguments.out, arguments.overrides))
         print(results[-1], flush=True)
     print(table(results))
     print(json.dumps({"objectives": [asdict(result) for result in results]}))

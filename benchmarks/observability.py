@@ -1,6 +1,6 @@
 """What it costs to see a run: everything on against everything off, in CPU seconds.
 
-    python -m benchmarks.observability [--blocks N]
+    python -m benchmarks.observability [--blocks N] [--students N] [--batch N]
 
 Real Ray actors, queue, admission, stages and ledger; the engines are simulated
 (``benchmarks.simulated``) and so quick that the control plane is what limits: 8 rollout and 2
@@ -67,13 +67,13 @@ from async_opd.plan.measure.lengths import Lengths
 from benchmarks.cpu_costs import Segment, cpu_s, stage_pids, summary
 from benchmarks.pipeline import Prompts, _either
 
-BATCH, SYNC_STEPS, TOP_K = 1024, 2, 16
+SYNC_STEPS, TOP_K = 2, 16
 STEPS = 2 * SYNC_STEPS
 """Steps of a segment."""
 COLUMNS, ROWS = 120, 40
 
 
-def config(run_dir: Path) -> RunConfig:
+def config(run_dir: Path, sizes: argparse.Namespace) -> RunConfig:
     """The run's config; models are names only."""
     engine = {"max_num_seqs": 128}
     return RunConfig.model_validate(
@@ -82,8 +82,13 @@ def config(run_dir: Path) -> RunConfig:
             "teachers": {"t": {"model": "simulated", "replicas": 2, "engine": engine}},
             "data": {"train": "none.jsonl"},
             "loss": {"kind": "forward_kl", "top_k": TOP_K},
-            "rollout": {"replicas": 8, "n": 1, "max_tokens": 4096, "engine": engine},
-            "train": {"steps": 10**6, "batch_size": BATCH},
+            "rollout": {
+                "replicas": sizes.students,
+                "n": 1,
+                "max_tokens": 4096,
+                "engine": engine,
+            },
+            "train": {"steps": 10**6, "batch_size": sizes.batch},
             "async": {"staleness_threshold": 1.0, "sync_steps": SYNC_STEPS},
             "eval": {"every": 0},
             "cluster": {"device": "cpu"},
@@ -179,7 +184,7 @@ class SwitchedPipeline(Pipeline):
     async def segment(self) -> None:
         """Trains ``STEPS`` steps, from empty queues to empty queues."""
         assert isinstance(self.log, SwitchedLog)
-        self.left += STEPS * BATCH
+        self.left += STEPS * self.config.train.batch_size
         self.more.set()
         await self.log.until(self.log.steps + STEPS)
 
@@ -208,9 +213,9 @@ def terminal() -> Iterator[Any]:
 
 
 @contextmanager
-def everything(log: SwitchedLog, run_dir: Path) -> Iterator[Switch]:
+def everything(log: SwitchedLog, run_config: RunConfig) -> Iterator[Switch]:
     """Opens a run's log with all sinks of the default config on a live terminal, as a run does."""
-    run_config = config(run_dir)
+    run_dir = Path(run_config.run_dir)
     run_dir.mkdir()
     with terminal() as file:
         console = open_console(run_config, file=file)
@@ -275,7 +280,7 @@ async def segment(
     return Segment(dict(zip(pids, kinds, strict=True)), wandb_s, trace_s, wall_s)
 
 
-async def measure(blocks: int, folder: Path) -> dict[str, Any]:
+async def measure(sizes: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All segments of one run."""
     score = TeacherPlan(overhead_s=0.01, tokens_per_s=1e9)
     factories = Factories(
@@ -290,8 +295,8 @@ async def measure(blocks: int, folder: Path) -> dict[str, Any]:
         ),
     )
     log, found = SwitchedLog(), {True: list[Segment](), False: list[Segment]()}
-    run_config = config(folder / "run")
-    with everything(log, folder / "run") as switch, Journal(folder / LEDGER) as journal:
+    run_config = config(folder / "run", sizes)
+    with everything(log, run_config) as switch, Journal(folder / LEDGER) as journal:
         async with launch(run_config, device="cpu", eos_ids=(), factories=factories) as stages:
             made = SwitchedPipeline(run_config, stages, Prompts(), None, log, journal)
             pipeline = asyncio.create_task(made.run())
@@ -300,24 +305,25 @@ async def measure(blocks: int, folder: Path) -> dict[str, Any]:
                 for _ in range(2):
                     await _either(made.segment(), pipeline)
                 pids, wandb = stage_pids(), wandb_pids()
-                for turn in range(4 * blocks):
+                for turn in range(4 * sizes.blocks):
                     switch.turn(turn % 4 in (0, 3))
                     found[switch.on].append(one := await segment(made, pids, wandb))
                     print("on " if switch.on else "off", one, file=sys.__stdout__, flush=True)
             finally:
                 pipeline.cancel()
                 await asyncio.gather(pipeline, return_exceptions=True)
-    samples = BATCH * len(found[True])  # of one step of each segment
+    samples = sizes.batch * len(found[True])  # of one step of each segment
     return summary(found[True], found[False], samples, 2 * activity_s())
 
 
 def main() -> None:
     """Runs it and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=6)
-    arguments = parser.parse_args()
+    for name, value in (("blocks", 6), ("students", 8), ("batch", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    sizes = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = uvloop.run(measure(arguments.blocks, Path(folder)))
+        result = uvloop.run(measure(sizes, Path(folder)))
     print(json.dumps(result))
 
 

@@ -1,6 +1,6 @@
 """How close the pipeline comes to its slowest stage, and what asynchrony buys.
 
-    python -m benchmarks.pipeline [--samples N] [--only s1 s05 on_policy s1_64]
+    python -m benchmarks.pipeline [--samples N] [--only s1 s05 on_policy s1_64 s1_4]
 
 Real Ray actors, queue, admission and stages; the engines are simulated (``benchmarks.simulated``):
 16 rollout replicas of 32 slots, log-normal lengths (sigma 1), 4 teacher replicas, one trainer,
@@ -13,6 +13,7 @@ rollout in this order.
                         versions and metrics; queue and scorer (the data plane) are beside it
     efficiency_64         64 rollout and 16 teacher replicas, batch 512, at twice the samples/s:
                         what two cores carry beside the 80 processes of the simulated engines
+    efficiency_4        4 rollout replicas and one teacher, batch 32
 
 Prints one JSON line last. About 12 minutes.
 """
@@ -64,7 +65,7 @@ class Case:
     s: float
     sync_steps: int = 4
     batch: int = 128
-    scale: int = 1
+    scale: float = 1
     rate: float = RATE
     top_k: int = 16
     warm_up: int = 3
@@ -73,7 +74,7 @@ class Case:
     def limits(self, tokens: float) -> dict[str, float]:
         """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
         decode, score, train = speeds(self)
-        size, teachers, students = self.batch * self.scale, 4 * self.scale, 16 * self.scale
+        size, teachers, students = self.pools
         lap = decode.step(SLOTS) * (tokens - PROMPT_TOKENS)
         return {
             "train": size / train.seconds(size * tokens),
@@ -82,27 +83,33 @@ class Case:
         }
 
     @property
+    def pools(self) -> tuple[int, int, int]:
+        """Samples of a batch, replicas of the teacher and of the student."""
+        return round(self.batch * self.scale), round(4 * self.scale), round(16 * self.scale)
+
+    @property
     def config(self) -> RunConfig:
         """The run's config; models are names only."""
+        size, teachers, students = self.pools
         return RunConfig.model_validate(
             {
                 "student": {"model": "simulated"},
                 "teachers": {
                     "t": {
                         "model": "simulated",
-                        "replicas": 4 * self.scale,
+                        "replicas": teachers,
                         "engine": {"max_num_seqs": 32},
                     }
                 },
                 "data": {"train": "none.jsonl"},
                 "loss": {"kind": "forward_kl", "top_k": self.top_k},
                 "rollout": {
-                    "replicas": 16 * self.scale,
+                    "replicas": students,
                     "n": 1,
                     "max_tokens": self.lengths.most,
                     "engine": {"max_num_seqs": 32},
                 },
-                "train": {"steps": 10**6, "batch_size": self.batch * self.scale},
+                "train": {"steps": 10**6, "batch_size": size},
                 "async": {"staleness_threshold": self.s, "sync_steps": self.sync_steps},
                 "eval": {"every": 0},
                 "cluster": {"device": "cpu"},
@@ -117,6 +124,7 @@ CASES = {
         Case("s05", 0.5),
         Case("on_policy", 0.0, sync_steps=1, batch=512, warm_up=1),  # synchronous: no transient
         Case("s1_64", 1.0, scale=4, rate=2 * RATE),
+        Case("s1_4", 1.0, scale=0.25),
     )
 }
 
@@ -270,7 +278,7 @@ async def measure(names: list[str], samples: int) -> dict[str, Any]:
     """All cases asked for, one after the other."""
     found = {}
     for name in names:
-        wanted = 1536 if name == "on_policy" else samples * CASES[name].scale
+        wanted = 1536 if name == "on_policy" else round(samples * CASES[name].scale)
         found[name] = await run(CASES[name], wanted)
         print(name, found[name], flush=True)
     result: dict[str, Any] = {}
@@ -282,8 +290,9 @@ async def measure(names: list[str], samples: int) -> dict[str, Any]:
     if {"s1", "on_policy"} <= set(found):
         ratio = found["s1"]["samples_per_s"] / found["on_policy"]["samples_per_s"]
         result["speedup_over_on_policy"] = round(ratio, 2)
-    if "s1_64" in found:
-        result["efficiency_64"] = found["s1_64"]["efficiency"]
+    for replicas in (64, 4):
+        if f"s1_{replicas}" in found:
+            result[f"efficiency_{replicas}"] = found[f"s1_{replicas}"]["efficiency"]
     return result | {"cases": found}
 
 

@@ -1,6 +1,6 @@
 """How close the planner comes to real Ray actors with simulated engines.
 
-    python -m benchmarks.plan [--samples N] [--only s1 s05 on_policy s1_64] [--measured FILE]
+    python -m benchmarks.plan [--samples N] [--only s1 s05 on_policy s1_64 s1_4] [--measured FILE]
 
 Runs the cases of ``benchmarks.pipeline`` (or takes what it printed, from FILE), simulates the same
 settings in virtual time, and compares. Nothing is fitted: both are given the same speeds.

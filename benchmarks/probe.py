@@ -1,6 +1,6 @@
 """Whether ``async_opd probe`` predicts what distillation gains, on pairs of tiny models.
 
-    python -m benchmarks.probe [--seed N] [--pairs A-B] [--cache DIR]
+    python -m benchmarks.probe [--seed N] [--pairs A-B …] [--steps N] [--cache DIR]
 
 Trains students and teachers of digit tasks from fixed seeds, probes each pair with the code of
 ``async_opd.probe``, and distils it in one process with the real pipeline and learner. One core.
@@ -11,8 +11,8 @@ Trains students and teachers of digit tasks from fixed seeds, probes each pair w
     cost_share       seconds of a probe / seconds of a run of 1,000 steps, without engine starts
     seconds          CPU time of all pairs, with the training of their models
 
-Pairs that ``--cache`` holds are not made again: ``--pairs 1-10`` makes a part. Prints a table as
-Markdown, then one JSON line.
+Pairs that ``--cache`` holds are not made again: ``--pairs 1-10 12`` makes a part. Prints a table as
+Markdown, then one JSON line, without the figures for which there are too few pairs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from benchmarks.probe_models import (
 )
 from benchmarks.probe_run import GREEDY, SAMPLED, TEACHER, distil
 
-STEPS, PROMPTS, EVALUATED = 120, 256, 1024
+PROMPTS, EVALUATED = 256, 1024
 GAIN = 0.02
 """Least gain of accuracy that counts as one."""
 STUDENTS = {"weak": 0.1, "middle": 0.4, "strong": 0.8}
@@ -173,7 +173,7 @@ async def probe(pair: Pair, student: Any, teacher: Any, seed: int) -> PairFigure
     return figures_of(await ask_teacher(scoring, asked, found, own, (pair.task, pair.teacher)))
 
 
-def run(pair: Pair, models: Models, seed: int) -> Result:
+def run(pair: Pair, models: Models, seed: int, steps: int) -> Result:
     """Probes the pair, then distils it."""
     begun = time.process_time()
     student, teacher = map(models.get, recipes(pair, seed))
@@ -183,7 +183,7 @@ def run(pair: Pair, models: Models, seed: int) -> Result:
     (verdict,) = verdicts([figures])
     probed = time.process_time()
     ids = prompts_of(pair.task, digits(4096, 9000 + seed))
-    trained = asyncio.run(distil(student, teacher, ids, STEPS, seed))
+    trained = asyncio.run(distil(student, teacher, ids, steps, seed))
     ended = time.process_time()
     assert verdict.score is not None
     return Result(
@@ -194,7 +194,7 @@ def run(pair: Pair, models: Models, seed: int) -> Result:
         accuracy(student, pair.task, shown),
         accuracy(trained, pair.task, shown),
         probed - started,
-        (ended - probed) / STEPS,
+        (ended - probed) / steps,
         ended - begun,
     )
 
@@ -212,16 +212,18 @@ def _ranks(values: np.ndarray[Any, Any]) -> Any:
     return below + ((values[:, None] == values).sum(1) - 1) / 2
 
 
-def summary(results: Sequence[Result]) -> dict[str, float | None]:
+def summary(results: Sequence[Result]) -> dict[str, float]:
     """See the module."""
     gained = [one for one in results if one.gain >= GAIN]
     wrong = {one.pair for one in results if one.pair.teacher in WRONG}
     called = {one.pair for one in results if one.kind == "wrong_template"}
     seconds = [sum(getattr(one, name) for one in results) for name in ("probe_s", "step_s")]
-    return {
+    shares = {
         "spearman": spearman([one.score for one in results], [one.gain for one in results]),
         "spearman_gain": spearman([one.score for one in gained], [one.gain for one in gained]),
-        "templates_found": len(wrong & called) / len(wrong | called),
+        "templates_found": len(wrong & called) / len(wrong | called) if wrong | called else None,
+    }
+    return {name: share for name, share in shares.items() if share is not None} | {
         "cost_share": seconds[0] / (1000 * seconds[1]),
         "pairs": len(results),
         "pairs_with_gain": len(gained),
@@ -244,22 +246,28 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(rows)
 
 
+def numbers(ranges: Sequence[str]) -> list[int]:
+    """Of pairs: ``1-3 7`` are 1, 2, 3 and 7."""
+    ends = [one.partition("-") for one in ranges]
+    return [n for first, _, last in ends for n in range(int(first), int(last or first) + 1)]
+
+
 def main() -> None:
     """Makes the pairs that are missing, and prints all that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--pairs", default=f"1-{len(PAIRS)}", metavar="A-B")
+    parser.add_argument("--pairs", nargs="+", default=[f"1-{len(PAIRS)}"], metavar="A-B")
+    parser.add_argument("--steps", type=int, default=120, help="of distillation")
     default = Path(gettempdir()) / "async_opd-benchmark-probe"
     parser.add_argument("--cache", type=Path, default=default)
     given = parser.parse_args()
-    first, _, last = given.pairs.partition("-")
     torch.set_num_threads(1)
-    folder = given.cache / f"seed{given.seed}"
+    folder = given.cache / f"seed{given.seed}-{given.steps}"
     models, results = Models(folder / "models"), []
-    for number in range(int(first), int(last or first) + 1):
+    for number in numbers(given.pairs):
         file = folder / f"pair{number}.json"
         if not file.exists():
-            result = run(PAIRS[number - 1], models, given.seed)
+            result = run(PAIRS[number - 1], models, given.seed, given.steps)
             file.write_text(json.dumps(asdict(result)))
             print(f"{number}: {result.pair} {result.kind}", flush=True)
         kept = json.loads(file.read_text())

@@ -19,8 +19,8 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -173,12 +173,12 @@ async def through_relay(clients: list[Any], case: Case) -> float:
     return case.samples / seconds
 
 
-async def measure(repeats: int) -> dict[str, dict[str, float]]:
+async def measure(cases: Mapping[str, Case], repeats: int) -> dict[str, dict[str, float]]:
     """Medians over ``repeats`` rounds of the three ways in turn, after one round of warm-up."""
     client = ray.remote(Client).options(num_cpus=0)
     clients = [client.remote(), client.remote()]
     results = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         rates: dict[str, list[float]] = {"queue": [], "bare": [], "one_by_one": []}
         for repeat in range(repeats + 1):
             few = max(case.samples // 10, 32)
@@ -204,10 +204,15 @@ def main() -> None:
     """Measures on a local Ray cluster."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--batches", type=int, help="of each case")
+    given = parser.parse_args()
+    cases = {name: CASES[name] for name in given.only}
+    if given.batches:
+        cases = {n: replace(case, samples=given.batches * case.batch) for n, case in cases.items()}
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     try:
-        print(json.dumps(uvloop.run(measure(arguments.repeats))))
+        print(json.dumps(uvloop.run(measure(cases, given.repeats))))
     finally:
         ray.shutdown()
 

@@ -59,6 +59,7 @@ TOP_K = 64
 SAMPLE_BYTES = 8 + 4 + 8 * TOP_K  # of a response token with its scores
 SHORT, LONG = 8, -(-(16 << 20) // SAMPLE_BYTES)
 BATCH, SYNC_STEPS = 250, 4
+LEAST_STEPS = 10
 SAMPLE_S, PSS_EVERY = 1.0, 5
 CALL_S = 60.0
 
@@ -105,11 +106,12 @@ def config(steps: int) -> RunConfig:
 
 @dataclass
 class Progress:
-    """A sink that knows the last step."""
+    """A sink that knows the last step; ``stepped`` is set with each."""
 
     steps: int
     step: int = 0
     name: str = "progress"
+    stepped: threading.Event = field(default_factory=threading.Event)
 
     @property
     def share(self) -> float:
@@ -122,6 +124,7 @@ class Progress:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints every hundredth."""
         self.step = step
+        self.stepped.set()
         if step % 100 == 0:
             print(
                 f"step {step}/{self.steps} {metrics.get('perf/samples_per_s', 0):.0f}/s", flush=True
@@ -150,7 +153,7 @@ Samples = defaultdict[int, list[Sizes]]  # by process id
 
 @dataclass
 class Memory:
-    """Asks this process and all its descendants for their memory, in a thread."""
+    """Asks this process and all its descendants for their memory, in a thread, step by step."""
 
     progress: Progress
     third: Samples = field(default_factory=lambda: defaultdict(list))
@@ -159,13 +162,14 @@ class Memory:
     peak: int = 0
 
     def __post_init__(self) -> None:
-        self._stop = threading.Event()
+        self._stopped = False
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """No more."""
-        self._stop.set()
+        self._stopped = True
+        self.progress.stepped.set()
         self._thread.join()
 
     def growth(self, shared: bool) -> dict[str, tuple[float, float]]:
@@ -184,7 +188,9 @@ class Memory:
 
     def _watch(self) -> None:
         own, count = psutil.Process(), 0
-        while not self._stop.wait(SAMPLE_S):
+        while not self._stopped:
+            self.progress.stepped.wait(SAMPLE_S)
+            self.progress.stepped.clear()
             share, total = self.progress.share, 0
             for process in [own, *own.children(recursive=True)]:
                 try:
@@ -224,7 +230,7 @@ class Lags:
 
 async def soak(short: int, long: int, run_dir: Path) -> dict[str, Any]:
     """One run to its end."""
-    steps = max(1, round((short + long) / BATCH))
+    steps = round((short + long) / BATCH)
     every = (short + long) // long
     run_config = config(steps)
     score = TeacherPlan(overhead_s=0.002, tokens_per_s=1e7)
@@ -271,7 +277,7 @@ async def soak(short: int, long: int, run_dir: Path) -> dict[str, Any]:
 
 
 def _largest(grown: Mapping[str, tuple[float, float]]) -> float:
-    return round(max((end / third for third, end in grown.values()), default=0.0), 3)
+    return round(max(end / third for third, end in grown.values()), 3)
 
 
 def _rounded(grown: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
@@ -284,6 +290,8 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=200_000, help="short ones")
     parser.add_argument("--long", type=int, default=1_000, help="of 16 MiB each")
     arguments = parser.parse_args()
+    if (arguments.rollouts + arguments.long) / BATCH < LEAST_STEPS:
+        parser.error(f"a tenth of a run has a step: at least {LEAST_STEPS * BATCH} rollouts")
     with tempfile.TemporaryDirectory() as folder:
         result = uvloop.run(soak(arguments.rollouts, arguments.long, Path(folder)))
     print(json.dumps(result))

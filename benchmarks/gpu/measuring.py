@@ -51,13 +51,6 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def device_gib(device: torch.device) -> float | None:
-    """The GPU's memory; None of a CPU."""
-    if device.type != "cuda":
-        return None
-    return round(torch.cuda.get_device_properties(device).total_memory / GIB, 1)
-
-
 def versions(device: torch.device) -> dict[str, str]:
     """Of Python, packages, CUDA and NCCL."""
     found = {"async_opd": async_opd.__version__, "python": platform.python_version()}
@@ -88,7 +81,7 @@ class Report:
 
         ``notes`` are what the trainer would tell ``run.log``. A cell without figures says why:
         ``skipped`` (a reason that was known before, a Skip), or ``out_of_memory``, or ``failed``,
-        after which the script's exit code is 1.
+        after which the script's exit code is 1. A figure that is None is left out.
         """
         if time.perf_counter() - self.started > self.seconds:
             found: Figures = {"skipped": f"its {self.seconds:g} seconds were over"}
@@ -97,7 +90,7 @@ class Report:
         if said := drain_notes():
             found["notes"] = "; ".join(said)
         self.failed |= "failed" in found
-        self.cells.append({**what, **found})
+        self.cells.append({**what, **{key: v for key, v in found.items() if v is not None}})
         print(json.dumps({"cell": self.cells[-1]}), flush=True)
         _free(self.device)
 
@@ -109,11 +102,13 @@ class Report:
 
     def everything(self) -> Figures:
         """The last line of the script."""
+        gpu = self.device.type == "cuda"
+        memory = torch.cuda.get_device_properties(self.device).total_memory if gpu else 0
         return {
             "name": self.name,
             "device": self.device.type,
             "device_name": device_name(self.device),
-            "device_gib": device_gib(self.device),
+            **({"device_gib": round(memory / GIB, 1)} if gpu else {}),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "versions": versions(self.device),
             "cells": self.cells,

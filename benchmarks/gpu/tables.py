@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.tables DIR/gpu.json [docs/gpu.md]
 
 replaces what stands between the lines BEGIN and END there. A cell without figures has its reason in
-the last column; ``unmeasured`` lists them all, so that the document names what did not run.
+the last column; ``unmeasured`` lists them all, so that the document names what did not run. Prints
+how many cells there are, and how many of them have no figures, as one JSON line.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ def table(cells: Sequence[Cell]) -> str:
     """A row for each cell, a column for each name, in the order they come."""
     hidden = (*REASONS, "what")
     columns = [key for key in _once(key for cell in cells for key in cell) if key not in hidden]
-    columns = [c for c in columns if any(cell.get(c) is not None for cell in cells)]
     noted = any(reason(cell) for cell in cells)
     rows = [[*columns, "note"] if noted else columns]
     for cell in cells:
@@ -104,8 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
     made.add_argument("results", type=Path)
     made.add_argument("document", type=Path, nargs="?", default=Path("docs/gpu.md"))
     options = made.parse_args(arguments)
-    tables = document(json.loads(options.results.read_text()))
-    options.document.write_text(written(options.document.read_text(), tables))
+    results = json.loads(options.results.read_text())
+    options.document.write_text(written(options.document.read_text(), document(results)))
+    cells = [cell for result in results.values() for cell in result["cells"]]
+    unmeasured = sum(bool(reason(cell)) for cell in cells)
+    print(json.dumps({"scripts": len(results), "cells": len(cells), "unmeasured": unmeasured}))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""The measurements for a GPU run at small sizes on a CPU, and say what they did not measure."""
+"""The measurements for a GPU: their cells, their races of streams, their tables."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,7 +17,7 @@ from torch.nn.attention import varlen
 
 from async_opd.config.sections.train import TrainConfig
 from benchmarks.gpu import all as runner
-from benchmarks.gpu import fsdp, rank, streams, tables
+from benchmarks.gpu import rank, streams, tables
 from benchmarks.gpu.measuring import Report, Skip
 from benchmarks.gpu.students import TrainSettings
 from trainer.notes import note
@@ -28,49 +25,6 @@ from trainer.notes import note
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-NEEDS_GPU = {
-    "scoring": {"float32_logits"},
-    "snapshot": {"pinned, made once"},
-    "losses": {"recompiles"},
-    "rank": {"varlen", "flash", "flex"},
-    "streams": {"own"},
-}
-"""What each script skips on a CPU."""
-
-
-@pytest.mark.parametrize("name", NEEDS_GPU)
-def test_a_script_measures_every_other_cell_on_a_cpu(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    threads = torch.get_num_threads()
-    importlib.import_module(f"benchmarks.gpu.{name}").main(["--device", "cpu"])
-    torch.set_num_threads(threads)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["name"], found["device"]) == (name, "cpu")
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["device_name"]
-    skipped = [cell for cell in found["cells"] if tables.reason(cell)]
-    assert all(NEEDS_GPU[name] & {str(value) for value in cell.values()} for cell in skipped)
-    assert len(skipped) < len(found["cells"])
-
-
-def in_a_fork(path: Path) -> None:
-    """Runs the script with its output in a file."""
-    with path.open("w") as sys.stdout:
-        fsdp.main(["--device", "cpu"])
-        sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort an interpreter that is finalized
-
-
-def test_a_mesh_of_one_trains_as_no_mesh(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=in_a_fork, args=(tmp_path / "said",))
-    process.start()
-    process.join(120)
-    process.kill()
-    cells = json.loads((tmp_path / "said").read_text().splitlines()[-1])["cells"]
-    assert [cell["mesh"] for cell in cells] == ["none", "one, gloo"]
-    assert cells[1]["difference"] < 1e-3
 
 
 def test_the_settings_without_pydantic_are_those_of_the_config() -> None:
@@ -237,7 +191,7 @@ RESULTS = {
     "rank": {
         "cells": [
             {"what": "peak", "tflops": 700.0},
-            {"what": "step", "tokens": 4096, "tokens_per_s": 12345.6, "peak_gib": None},
+            {"what": "step", "tokens": 4096, "tokens_per_s": 12345.6},
             {"what": "step", "tokens": 32768, "out_of_memory": "tried 9 GiB | more"},
         ],
         "device_name": "some GPU",
@@ -270,8 +224,3 @@ def test_only_the_tables_of_a_document_are_replaced() -> None:
     assert tables.written(text, "new") == f"before\n{tables.BEGIN}\nnew\n{tables.END}\nafter\n"
     with pytest.raises(ValueError, match="figures: begin"):
         tables.written("nothing", "new")
-
-
-def test_the_document_of_the_figures_can_be_written() -> None:
-    page = Path(__file__).parents[2] / "docs" / "gpu.md"
-    assert "new" in tables.written(page.read_text(), "new")

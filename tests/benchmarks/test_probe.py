@@ -34,6 +34,7 @@ def test_the_summary_counts_missed_and_false_templates() -> None:
     assert summary([good, wrong])["templates_found"] == 1
     false = result("fair", 0.1, 0.1, "wrong_template")
     assert summary([good, wrong, false])["templates_found"] == 0.5
+    assert "templates_found" not in summary([good])
     assert summary([good, wrong])["cost_share"] == pytest.approx(1 / 100)
     assert asdict(good)["pair"]["teacher"] == "expert"
 

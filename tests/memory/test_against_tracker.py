@@ -1,4 +1,7 @@
-"""The planner against torch's memory tracker, term by term; ``benchmarks.memory`` has more."""
+"""The planner against torch's memory tracker, term by term; ``benchmarks.memory`` has more.
+
+``tests/benchmarks/test_runs.py`` runs it, with a step on real tensors.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +70,6 @@ def test_so_it_is_for_other_families_and_kinds_of_recomputation(
     config: Any, settings: TrainConfig, ragged: bool
 ) -> None:
     test_every_term_of_a_step_is_within_a_tenth(config, settings, ragged)
-
-
-@pytest.mark.slow
-def test_a_step_on_real_tensors_is_within_a_tenth() -> None:
-    assert off(ratios(Case("test", two_layers("Qwen3"), train(1, "float32", "full")))) == {}
 
 
 @pytest.mark.slow
