@@ -30,6 +30,7 @@ from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import Displaced, EngineStartError
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
+from async_opd.processes.heap import KEEPS
 from async_opd.queue.image_caches import image_caches
 from async_opd.waiting.barriers import Barriers
 from async_opd.waiting.deadline import Bound
@@ -239,7 +240,7 @@ class ActorFactory:
         first, *others = ranks = [
             await self.create(
                 actor_names.trainer(rank),
-                env=trainer_env(self.device, self.config.train.threads),
+                env={**trainer_env(self.device, self.config.train.threads), KEEPS: "1"},
                 gpus=int(self.device == "cuda"),
                 bundle=("train", rank),
                 restarts=True,

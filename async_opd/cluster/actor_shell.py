@@ -50,6 +50,7 @@ from async_opd.core.errors import (
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import PRIVATE_UMASK
 from async_opd.models import torchvision_operators
+from async_opd.processes.heap import give_back_large_blocks
 from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.niceness import yield_to_starting
@@ -106,6 +107,7 @@ class ActorShell:
     def __init__(self) -> None:
         os.umask(PRIVATE_UMASK)  # a joined cluster may have another
         private_compile_cache()
+        give_back_large_blocks()
         torchvision_operators.install()
         name = os.environ.get(ACTOR, "")
         print(f"async_opd: this is the log of {name}", file=sys.stderr, flush=True)

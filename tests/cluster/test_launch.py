@@ -17,6 +17,7 @@ from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError
+from async_opd.processes.heap import KEEPS
 
 
 def config(start_s: float) -> RunConfig:
@@ -53,21 +54,36 @@ async def test_a_guest_that_does_not_go_to_sleep_is_ended_and_named() -> None:
     assert (engine.killed, actor_factory.colocated) == (True, {})
 
 
-async def test_an_engines_process_is_told_how_long_its_start_may_take() -> None:
-    class ProcessMadeError(Exception):
-        pass
+class ProcessMadeError(Exception):
+    pass
 
+
+def made_environments(actor_factory: ActorFactory) -> list[dict[str, str]]:
+    """The environments of processes; none of them is started."""
     made: list[dict[str, str]] = []
 
     async def create(actor: ActorName, *, env: dict[str, str], **_: Any) -> Remote:
         made.append(env)
         raise ProcessMadeError
 
-    actor_factory = ActorFactory(config(1800), "cuda", (), Factories(), print)
     actor_factory.create = create  # type: ignore[method-assign, assignment]
+    return made
+
+
+async def test_an_engines_process_is_told_how_long_its_start_may_take() -> None:
+    actor_factory = ActorFactory(config(1800), "cuda", (), Factories(), print)
+    made = made_environments(actor_factory)
     with pytest.raises(ProcessMadeError):
         await actor_factory._start(student(0), "m:f", (), gpus=1, bundle=("rollout", 0))
     assert [env["VLLM_ENGINE_READY_TIMEOUT_S"] for env in made] == ["1800"]
+
+
+async def test_a_rank_of_the_trainer_keeps_the_heap_that_it_computes_with() -> None:
+    actor_factory = ActorFactory(config(1800), "cpu", (), Factories(), print)
+    made = made_environments(actor_factory)
+    with pytest.raises(ProcessMadeError):
+        await actor_factory.trainer(None)
+    assert [KEEPS in env for env in made] == [True]
 
 
 class Handle:
