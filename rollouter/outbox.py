@@ -6,6 +6,7 @@ import asyncio
 from itertools import islice
 
 from async_opd.core.batch import Batch
+from async_opd.core.errors import StageError
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import Queue
 
@@ -42,17 +43,33 @@ class Outbox:
         try:
             while self._waiting.get(topic):
                 entries, self._waiting[topic] = self._waiting[topic], []
-                left = iter(entries)
-                for batch in Batch.packed(item for item, _ in entries):
-                    sent = list(islice(left, len(batch)))
-                    try:
-                        await self._queue.put(topic, batch)
-                    except Exception as error:
-                        _settle(sent, error)
-                    else:
-                        _settle(sent, None)
+                cause = "the sender ended before it put all items that had finished"
+                unsent: Exception = StageError("outbox", cause)
+                try:
+                    await self._put(topic, entries)
+                except Exception as error:  # an item that cannot be packed
+                    unsent = error
+                finally:  # no ``put`` waits for a sender that does not go on
+                    _settle(entries, unsent)
         finally:
             del self._senders[topic]
+
+    async def _put(self, topic: str, entries: list[Entry]) -> None:
+        left = iter(entries)
+        for batch in Batch.packed(item for item, _ in entries):
+            sent = list(islice(left, len(batch)))
+            try:
+                await self._queue.put(topic, batch)
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                # not ``close``: Ray ends a call that it has cancelled so
+                cause = "the call that puts finished items into the queue was cancelled"
+                _settle(sent, StageError("queue", cause, "see ray_messages.log"))
+            except Exception as error:
+                _settle(sent, error)
+            else:
+                _settle(sent, None)
 
 
 def _settle(entries: list[Entry], error: Exception | None) -> None:

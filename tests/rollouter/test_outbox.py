@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import QueueClosed
+from async_opd.core.errors import QueueClosed, StageError
 from rollouter.outbox import Outbox
 from tests.conftest import make_rollout
 
@@ -19,7 +19,7 @@ class GatedQueue:
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.batches: list[list[str]] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     async def put(self, topic: str, batch: Batch) -> None:
         await self.gate.wait()
@@ -109,3 +109,29 @@ async def test_an_error_of_one_message_leaves_the_others_alone(
     queue.gate.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), QueueClosed, type(None)]
+
+
+async def test_a_call_of_the_queue_that_is_cancelled_raises_in_its_put() -> None:
+    box, queue = outbox()
+    queue.error = asyncio.CancelledError()
+    queue.gate.set()
+    with pytest.raises(StageError, match="was cancelled"):
+        async with asyncio.timeout(5):
+            await box.put("t", make_rollout("a/0"))
+
+
+async def test_an_item_that_cannot_be_packed_raises_in_its_put() -> None:
+    box, _ = outbox()
+    item: Any = object()
+    with pytest.raises(AttributeError):
+        async with asyncio.timeout(5):
+            await box.put("t", item)
+
+
+async def test_a_put_whose_sender_is_closed_raises() -> None:
+    box, _ = outbox()
+    (task,) = await put_all(box, "a/0")
+    box.close()
+    with pytest.raises(StageError, match="the sender ended"):
+        async with asyncio.timeout(5):
+            await task
