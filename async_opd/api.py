@@ -14,7 +14,7 @@ from typing import Any
 from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs, preflight
-from async_opd.checks.resources import resolve_device
+from async_opd.checks.resources import resolve_device, with_device
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
@@ -73,28 +73,11 @@ def prepared(config: RunConfig, where: str, resume: bool = False) -> tuple[RunCo
     With ``resume`` what depends on the day is as in the run directory. A cluster to join is asked
     whether it has GPUs, where ``cluster.device`` does not say.
     """
-    config, noted = _with_device(config)
+    config, noted = with_device(config)
     config = with_template_date(fetched_data(localize(config, where), where), resume)
     config, inputs = checked(config, where)
     inputs.notes.extend(noted)
     return with_defaults(config, resolve_device(config)), inputs
-
-
-def _with_device(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The config with the device of the cluster that the run joins, and a note if it has no GPU.
-
-    A cluster whose machines are to come (``cluster.wait_s``) is taken for one with GPUs.
-    """
-    cluster = config.cluster
-    if cluster.device != "auto" or cluster.joins is None or cluster.wait_s:
-        return config, []
-    from async_opd.cluster.session import gpus_of_cluster
-
-    if gpus_of_cluster(cluster.joins, config.supervision.timeout_s):
-        return config, []
-    cluster = cluster.model_copy(update={"device": "cpu"})
-    note = f"cluster.device: auto is cpu, since the cluster at {cluster.joins} has no GPU"
-    return config.model_copy(update={"cluster": cluster}), [note]
 
 
 def checked(config: RunConfig, where: str) -> tuple[RunConfig, Inputs]:

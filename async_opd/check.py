@@ -64,6 +64,10 @@ def check(config: RunConfig, where: str, redacted: Redactor) -> tuple[RunConfig,
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
     terminal_on(None).print(table)
     _print_memory(config, device)
+    cluster = config.cluster
+    if cluster.joins is not None and cluster.device == "auto":
+        would = f"a run asks the cluster at {cluster.joins}, and takes cpu if it has no GPU"
+        inputs.notes.append(f"cluster.device: auto is taken for {device} here; {would}")
     for note in inputs.notes:
         print(indented(redacted(f"note: {note}")))
     print(escaped(_payload(config, device, inputs.max_prompt_tokens)))

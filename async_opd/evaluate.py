@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_opd.config.overrides import add_overrides
+from async_opd.config.overrides import TRUST, add_overrides, add_trust
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.printable import escaped, indented, on_one_line
+from async_opd.files.foreign import foreign
 from async_opd.processes.output import write_stderr
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     what = "directory for the results (default: runs/NAME-eval-DATE)"
     parser.add_argument("--out", metavar="DIR", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_trust(parser, "MODEL has, or its run directory names")
     parser.set_defaults(command=_evaluate)
 
 
@@ -70,8 +72,11 @@ def _evaluate(given: argparse.Namespace) -> int:
     given.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
     out = Path(given.out or f"runs/{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}")
     model = models[0] if models else None
-    if model is not None and (Path(model) / MANIFEST).is_file():
-        model = _exported(Path(model), out / MODEL)
+    if model is not None and config.student.trust_remote_code and not given.trust_remote_code:
+        message = f"the config trusts the code of its own student, which {model} may not have"
+        raise _refused("MODEL", message, f"read its *.py, then add {TRUST}: it permits that code")
+    if model is not None and (foreign(Path(model)) / MANIFEST).is_file():
+        model = _exported(Path(model), out / MODEL, given.trust_remote_code)
     alone = alone_of(config, model, given.teacher)
     metrics = evaluate(config, alone, given.config, given.teacher, out)
     if given.json:
@@ -114,27 +119,29 @@ def _model_in(target: str) -> str:
     """The model's directory: the target, or ``model/`` of a run directory. ConfigError."""
     from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
 
-    folder = Path(target)
+    folder = foreign(Path(target))
     if (folder / FORMAT_FILE).exists():
         refuse_other_formats(folder)
-        if not (folder / "model").is_dir():
+        if not (folder / "model").exists():
             message = f"{folder} has no model/ yet: the run has not ended"
             raise _refused("MODEL", message, "end the run, or name a model's directory")
-        return str(folder / "model")
-    if not (folder / "config.json").is_file():
+        return str((folder / "model").as_path())
+    if not (folder / "config.json").exists():
         message = f"{folder} is neither a model's directory nor a run directory"
         raise _refused("MODEL", message, "check the path; a checkpoint is named checkpoints/step_N")
     return target
 
 
-def _exported(checkpoint: Path, target: Path) -> str:
+def _exported(checkpoint: Path, target: Path, trusted: bool) -> str:
     """Writes the checkpoint's model to ``target``, by the config of its run. ConfigError."""
     from async_opd.files.safe_open import private_files
-    from trainer.saving.checkpoint_model import export_verified
+    from async_opd.given_run import given_run
+    from trainer.saving.checkpoint_model import export_checkpoint
 
+    run = given_run(checkpoint, trusted)
     try:
         with private_files():
-            export_verified(checkpoint, target)
+            export_checkpoint(run.config, run.checkpoint or checkpoint, target)
     except StageError as error:
         raise _refused("MODEL", error.cause, error.remedy or "name another checkpoint") from error
     return str(target)
@@ -152,7 +159,7 @@ def evaluate(
 
     from async_opd.checks.memory_fit import with_defaults
     from async_opd.checks.preflight import preflight
-    from async_opd.checks.resources import gpu_count, pools, resolve_device
+    from async_opd.checks.resources import gpu_count, pools, resolve_device, with_device
     from async_opd.data.hub import fetched_data
     from async_opd.data.teacher_prompts import teacher_readers
     from async_opd.files.safe_open import make_folder, private_files, write_atomically
@@ -162,6 +169,9 @@ def evaluate(
     from async_opd.models.tokenizer import Text
     from async_opd.pictures.folder import MEDIA, Thumbnails
 
+    alone, notes = with_device(alone)
+    for note in notes:
+        _say(note)
     config, alone = localize(config, where), localize(alone, where)
     config = fetched_data(config, where)
     alone = alone.model_copy(update={"data": config.data})

@@ -7,24 +7,27 @@ run directory ──model/─────────────────┴
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from async_opd.config.run_config import RunConfig
+from async_opd.config.overrides import add_trust
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.printable import on_one_line
 
+if TYPE_CHECKING:
+    from async_opd.files.foreign import Place
+    from async_opd.given_run import GivenRun
+
 ABOUT = """\
 Writes the student of a run directory (its model/) or of one of its checkpoints, with tokenizer,
-chat template, generation config and a model card: student, teachers, data with digests, config,
+chat template, generation config and a model card: student, teachers, data with a digest, config,
 versions. Adapters are merged; --adapter writes them alone, as a PEFT directory. --push uploads the
 directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private unless it exists.
 
@@ -33,6 +36,8 @@ directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private un
   async_opd export s3://bucket/runs/a/step_100 out
 """
 CARD, ADAPTER = "README.md", "adapter"
+_MARKS = re.compile(r"([\\`*_~\[\]<>|#@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
+"""What markdown takes for more than text."""
 
 
 def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
@@ -45,6 +50,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     what = "write the adapters alone, of a run with train.lora"
     parser.add_argument("--adapter", action="store_true", help=what)
     parser.add_argument("--push", metavar="REPO", help="upload OUT to this repository of a hub")
+    add_trust(parser, "the run directory names")
     parser.set_defaults(command=_export)
 
 
@@ -58,42 +64,43 @@ def _export(given: argparse.Namespace) -> int:
     with private_files(), run_at(given.source, record_and_weights) as found:
         checkpoint = found / FOLDER / given.source.rstrip("/").rpartition("/")[2]
         source = checkpoint if is_url(given.source) and checkpoint.is_dir() else found
-        export(source.resolve(), out, given.dtype, adapter=given.adapter)
+        trusted = given.trust_remote_code
+        export(source, out, given.dtype, adapter=given.adapter, trust_remote_code=trusted)
     print(on_one_line(f"the student is in {out}"))
     if given.push:
         print(on_one_line(f"pushed to {push(out, given.push)}"))
     return 0
 
 
-def export(source: Path, out: Path, dtype: str | None = None, *, adapter: bool = False) -> None:
+def export(
+    source: Place,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    adapter: bool = False,
+    trust_remote_code: bool = False,
+) -> None:
     """Writes ``out`` completely or not at all. ConfigError for what cannot be exported.
 
     ``dtype`` None is that of the run's export. It takes host memory for the student's weights.
+    ``trust_remote_code``: code that the run directory names may run.
     """
-    from async_opd.checkpoint.store import MANIFEST
-    from async_opd.config.load import load_config
-    from async_opd.files.run_format import refuse_other_formats
     from async_opd.files.safe_open import remove_tree
+    from async_opd.given_run import given_run
 
     if out.exists():
         raise _refused("OUT", f"{out} exists already", "name another directory")
-    is_checkpoint = (source / MANIFEST).is_file()
-    run_dir = source.parents[1] if is_checkpoint else source
-    if not (run_dir / "config.yaml").is_file():
-        message = f"{source} is neither a run directory nor one of its checkpoints"
-        raise _refused("RUN_DIR|CHECKPOINT", message, "a checkpoint is named checkpoints/step_N")
-    refuse_other_formats(run_dir)
-    config = load_config(run_dir / "config.yaml")
-    if adapter and config.train.lora is None:
+    run = given_run(source, trust_remote_code)
+    if adapter and run.config.train.lora is None:
         raise _refused("--adapter", "the run has no adapters", "leave --adapter out")
     made = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        if is_checkpoint:
-            _of_checkpoint(source, made, dtype)
+        if run.checkpoint is not None:
+            _of_checkpoint(run, run.checkpoint, made, dtype)
         else:
-            _of_run(run_dir, made, dtype)
+            _of_run(run, made, dtype)
         written = made / ADAPTER if adapter else made
-        (written / CARD).write_text(_card(config, run_dir, source, adapter), encoding="utf-8")
+        (written / CARD).write_text(_card(run, adapter), encoding="utf-8")
         written.rename(out)
     finally:
         remove_tree(made)
@@ -118,42 +125,60 @@ def push(folder: Path, repo: str) -> str:
     return str(done)
 
 
-def _of_checkpoint(checkpoint: Path, target: Path, dtype: str | None) -> None:
-    from trainer.saving.checkpoint_model import export_verified
+def _of_checkpoint(run: GivenRun, checkpoint: Path, target: Path, dtype: str | None) -> None:
+    from trainer.saving.checkpoint_model import export_checkpoint
 
+    given = {} if dtype is None else {"export_dtype": dtype}
+    train = run.config.train.model_copy(update=given)
     try:
-        export_verified(checkpoint, target, dtype)
+        export_checkpoint(run.config.model_copy(update={"train": train}), checkpoint, target)
     except StageError as error:
         remedy = error.remedy or "name another checkpoint"
         raise _refused("CHECKPOINT", error.cause, remedy) from error
 
 
-def _of_run(run_dir: Path, target: Path, dtype: str | None) -> None:
+def _of_run(run: GivenRun, target: Path, dtype: str | None) -> None:
     """Copies ``model/``, whose dtype it has. ConfigError for another one, or without a model."""
-    model = run_dir / "model"
-    if not (model / "config.json").is_file():
-        message = f"{run_dir} has no model/ yet: the run has not ended"
-        raise _refused("RUN_DIR", message, "name a checkpoint: checkpoints/step_N")
-    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    found = settings.get("dtype") or settings.get("text_config", {}).get("dtype")
-    if dtype not in (None, found):
-        message = f"{model} is {found}"
-        remedy = "name a checkpoint (checkpoints/step_N), which has the float32 masters"
-        raise _refused("--dtype", message, remedy)
-    shutil.copytree(model, target)
+    from async_opd.files.safe_open import make_folder, regular_file
+
+    model = run.run_dir / "model"
+    try:
+        if not (model / "config.json").exists():
+            message = f"{run.run_dir} has no model/ yet: the run has not ended"
+            raise _refused("RUN_DIR", message, "name a checkpoint: checkpoints/step_N")
+        settings = json.loads((model / "config.json").read())
+        found = settings.get("dtype") or settings.get("text_config", {}).get("dtype")
+        if dtype not in (None, found):
+            message = f"{model} is {found}"
+            remedy = "name a checkpoint (checkpoints/step_N), which has the float32 masters"
+            raise _refused("--dtype", message, remedy)
+        for file in model.walk():
+            copy = target.joinpath(*file.parts[1:])
+            make_folder(copy.parent)
+            with file.open("rb") as read, open(copy, "xb", opener=regular_file) as written:
+                shutil.copyfileobj(read, written)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        cause, remedy = f"its model/ cannot be copied: {error}", "restore it as the run wrote it"
+        raise _refused("RUN_DIR", cause, remedy) from error
 
 
-def _card(config: RunConfig, run_dir: Path, source: Path, adapter: bool) -> str:
-    """The model card. Of paths it has the last part only, and no secret."""
+def _card(run: GivenRun, adapter: bool) -> str:
+    """The model card. Of paths it has the last part only, and no secret.
+
+    The config may be a stranger's, and the card is published: nothing that the config names is
+    opened for it, and no text of it is read as markdown.
+    """
     from async_opd.config.yaml_text import dump_yaml
     from async_opd.files.origin import read_origins
 
+    config = run.config
     tree = config.model_dump(mode="json", by_alias=True)
-    origins = read_origins(run_dir)
-    of = "model/ of the run" if source == run_dir else f"checkpoint {source.name} of the run"
+    origins = read_origins(run.run_dir)
+    name = run.checkpoint and run.checkpoint.name
+    of = "model/ of the run" if name is None else f"checkpoint {name} of the run"
     versions = {**origins[-1].versions, "commit": origins[-1].commit} if origins else {}
     teachers = [
-        f"| teacher {name} | {_named(getattr(teacher, 'model', None) or 'the student itself')} |"
+        (f"teacher {name}", getattr(teacher, "model", None) or "the student itself")
         for name, teacher in config.teachers.items()
     ]
     front = {
@@ -161,56 +186,66 @@ def _card(config: RunConfig, run_dir: Path, source: Path, adapter: bool) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["async_opd", "on-policy-distillation"],
     }
+    shown = dump_yaml(_without_folders(tree)).strip()
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
     lines = [
         "---",
         dump_yaml(front).strip(),
         "---",
-        f"# {config.name}",
+        f"# {_plain(config.name)}",
         f"Trained by on-policy distillation with async_opd; {of}.",
         "## Lineage",
         "| what | which |\n|---|---|",
-        f"| student | {_named(config.student.model)} |",
-        *teachers,
-        *(f"| data | {one} |" for one in _data(config, run_dir)),
+        _row("student", config.student.model),
+        *(_row(*one) for one in teachers),
+        *(_row("data", source.label) for source in config.data.train),
+        *(
+            _row("data", f"SHA-256 of all training prompts and answers: {one}")
+            for one in _data(run)
+        ),
         "## Results",
         "| metric | value |\n|---|---|",
-        *(f"| {key} | {value:.4g} |" for key, value in _results(run_dir)),
+        *(_row(key, f"{value:.4g}") for key, value in _results(run)),
         "## Versions",
         "| package | version |\n|---|---|",
-        *(f"| {name} | {value} |" for name, value in versions.items()),
-        f"## Config\n```yaml\n{dump_yaml(_without_folders(tree)).strip()}\n```",
+        *(_row(name, version) for name, version in versions.items()),
+        f"## Config\n{fence}yaml\n{shown}\n{fence}",
     ]
     return Redactor(tree)("\n".join(lines)) + "\n"
 
 
-def _data(config: RunConfig, run_dir: Path) -> Iterator[str]:
-    """Each training source, with a file's SHA-256; then the digest of all training rows."""
-    from async_opd.checkpoint.store import CONFIG, FOLDER, Checkpoints
+def _data(run: GivenRun) -> Iterator[str]:
+    """The digest of all training rows that the run noted in its newest checkpoint."""
+    from async_opd.checkpoint.store import CONFIG, FOLDER, steps_in
 
-    for source in config.data.train:
-        file, digest = Path(source.label), ""
-        if file.is_file():
-            with file.open("rb") as opened:
-                digest = f", SHA-256 {hashlib.file_digest(opened, 'sha256').hexdigest()}"
-        yield _named(source.label) + digest
-    for step in Checkpoints(run_dir / FOLDER, 1).steps()[-1:]:
-        identity = json.loads((run_dir / FOLDER / f"step_{step}" / CONFIG).read_text())
-        yield f"SHA-256 of all training prompts and answers: {identity['data']}"
+    folder = run.run_dir / FOLDER
+    for step in steps_in(folder)[-1:]:
+        try:
+            identity = json.loads((folder / f"step_{step}/{CONFIG}").read())
+            yield str(identity["data"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue
 
 
-def _results(run_dir: Path) -> Iterator[tuple[str, float]]:
+def _results(run: GivenRun) -> Iterator[tuple[str, float]]:
     """The last evaluation's metrics in ``summary.json``; none of a run that has not ended."""
     try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        summary = json.loads((run.run_dir / "summary.json").read())
+    except (OSError, ValueError, RecursionError):
         return
-    for key, value in summary.items():
+    for key, value in summary.items() if isinstance(summary, dict) else ():
         if key.startswith(("eval/", "eval_initial/")) and isinstance(value, float):
-            yield on_one_line(key), value
+            yield key, value
 
 
-def _named(name: str) -> str:
-    return on_one_line(_without_place(name))
+def _row(what: str, value: str) -> str:
+    """A row of a table."""
+    return f"| {_plain(what)} | {_plain(_without_place(value))} |"
+
+
+def _plain(text: str) -> str:
+    """A text on one line, of which markdown takes nothing for more than text."""
+    return _MARKS.sub(r"\\\1", on_one_line(text))
 
 
 def _without_place(text: str) -> str:

@@ -76,7 +76,7 @@ class Pipeline:
     lr_factor: float = 1.0
     """Factor of all learning rates, below 1 after the guardrail's rollbacks."""
     waits: Waits | None = None
-    """Names what the pipeline waits for; by default it has one of its own."""
+    """Names what the pipeline waits for; by default a new one."""
     reading: ReadingThread | None = None
     """Where ``prompts`` are read: a source may be late, or hang."""
 

@@ -25,6 +25,7 @@ from async_opd.core.errors import GuardrailExceeded, ProcessDied, StageError
 from async_opd.core.samples import NO_TEACHER
 from async_opd.core.stages import TRAINER
 from async_opd.data.answers import GivenAnswers
+from async_opd.data.hub import files_sized
 from async_opd.data.mixture import Mixture, phases_of
 from async_opd.data.prompts import PromptStream
 from async_opd.data.streamed_rows import StreamedRows
@@ -244,7 +245,7 @@ def reading_of(job: Job) -> ReadingThread:
     return ReadingThread(
         f"rows of {', '.join(streamed) or 'data.train'}",
         job.config.timeouts.stall_s,
-        progress=lambda: sum(rows.rows_read for rows in streamed.values()),
+        progress=lambda: files_sized() + sum(rows.rows_read for rows in streamed.values()),
         waits=job.waits,
     )
 

@@ -32,7 +32,7 @@ from tests.lives.life import Life
 
 
 def lived(life: Life, shown: bool = False) -> list[str]:
-    """What the oracle finds wrong with a life; ``shown`` prints its ``run.log``."""
+    """Violations that the oracle finds in a life; ``shown`` prints its ``run.log``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "life"
         found = life.live(folder)

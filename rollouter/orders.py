@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from secrets import randbits
 from typing import Generic, TypeVar
 
 from async_opd.core.errors import StageError
-from async_opd.processes.numbers import Numbers
 
 Replica = TypeVar("Replica")
 
@@ -16,7 +16,7 @@ Replica = TypeVar("Replica")
 class Order:
     """A request to start the replica of member ``index``.
 
-    Of one process later orders have larger numbers; no other process has any of them.
+    Of one process later orders have larger numbers, from a random one on: no other has them.
     """
 
     number: int
@@ -29,11 +29,11 @@ class Orders(Generic[Replica]):
     def __init__(self) -> None:
         self._open: dict[int, tuple[Order, asyncio.Future[Replica]]] = {}
         self._placed = asyncio.Event()
-        self._numbers = Numbers()
+        self._first = self._next = randbits(62)  # the clock of a dead process may have been ahead
 
     async def replica(self, index: int) -> Replica:
         """Orders a replica and waits for it. Raises the StageError of its start."""
-        order = Order(self._numbers.take(), index)
+        order, self._next = Order(self._next, index), self._next + 1
         answer: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
         self._open[order.number] = order, answer
         self._placed.set()
@@ -48,7 +48,7 @@ class Orders(Generic[Replica]):
         All of them if another process gave that number.
         """
         while True:
-            seen = seen if seen in self._numbers else -1
+            seen = seen if self._first <= seen < self._next else -1
             if found := tuple(order for order, _ in self._open.values() if order.number > seen):
                 return found
             self._placed.clear()

@@ -158,7 +158,7 @@ def test_a_loss_that_cannot_work_is_refused_before_anything_starts(
 def test_a_cluster_to_join_is_asked_whether_it_has_gpus(
     overrides: tuple[str, ...], gpus: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("async_opd.cluster.session.gpus_of_cluster", lambda address, bound: gpus)
+    monkeypatch.setattr("async_opd.checks.resources.gpus_of_cluster", lambda address, bound: gpus)
     config = load_config(EXAMPLE, ["cluster.address=10.0.0.1:6379", *FEW, *overrides])
     ready, inputs = prepared(config, "c.yaml")
     assert ready.cluster.device == device

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from async_opd.cli import main
+from tests.checks.inputs import FEW
 
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "quickstart.yaml")
 
@@ -22,6 +23,15 @@ def test_check_prints_the_resolved_config_and_the_pools(capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "sync_steps: 4" in printed
     assert "teachers.reverse" in printed
+
+
+def test_check_says_that_only_a_run_asks_the_cluster_for_its_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert main(["check", EXAMPLE, *FEW]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "auto is taken for cuda here; a run asks the cluster at 10.0.0.1:6379" in words
 
 
 def test_check_prints_what_a_step_moves_and_what_the_queue_holds(

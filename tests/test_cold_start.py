@@ -201,7 +201,7 @@ async def test_rows_that_never_come_end_the_run() -> None:
         world.cold.reading, timer = hanging_reading()
         running = asyncio.create_task(world.run())
         await hang_for(STALL_S, timer)
-        with pytest.raises(StageTimeout, match="nothing was read of data"):
+        with pytest.raises(StageTimeout, match="rows of the source did not come"):
             await asyncio.wait_for(running, 5)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.checkpoint import store
+from async_opd import given_run
 from async_opd.checkpoint.store import Checkpoint
 from async_opd.checks.resources import pools
 from async_opd.cli import main
@@ -177,7 +177,9 @@ def test_a_checkpoint_is_evaluated_by_the_model_that_is_written_of_it(
         assert checkpoint == folder
         shutil.copytree(config.student.model, target)
 
-    monkeypatch.setattr(store, "load", lambda path: Checkpoint(path, None, ""))  # type: ignore
+    config = load_config(folder.parents[1] / "config.yaml").model_dump(mode="json", by_alias=True)
+    found = Checkpoint(folder, None, json.dumps({"config": config}))  # type: ignore
+    monkeypatch.setattr(given_run, "load", lambda path: found)
     monkeypatch.setattr(checkpoint_model, "export_checkpoint", export)
     assert main(["eval", str(EXAMPLE), str(folder), *FEW, "--out", str(out)]) == 0
     assert started[0].config.student.model == str(out / "model")

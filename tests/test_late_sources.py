@@ -7,12 +7,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from async_opd.core.errors import StageTimeout
 from async_opd.core.reports import Captured
+from async_opd.core.row import Row
 from async_opd.core.samples import Prompt
+from async_opd.data.streamed_rows import StreamedRows
+from async_opd.training import reading_of
 from async_opd.waiting.reading_thread import ReadingThread
 from tests.test_pipeline import FakePrompts, World, world
 from tests.timers import ManualTimer
@@ -64,9 +69,29 @@ async def test_a_source_that_hangs_ends_the_run_with_its_name_and_the_key_of_the
     with late_run() as run:
         await asyncio.wait_for(run.starved(), 60)
         run.timer.advance(STALL_S)
-        with pytest.raises(StageTimeout, match=r"rows of data\.train\[0\] for 100 s") as caught:
+        with pytest.raises(
+            StageTimeout, match=r"rows of data\.train\[0\] did not come for 100 s"
+        ) as caught:
             await asyncio.wait_for(run.work, 60)
         assert "timeouts.stall_s" in caught.value.remedy
+
+
+async def test_the_error_names_the_streamed_sources_of_the_run_and_no_other() -> None:
+    go = threading.Event()
+
+    def rows(start: int) -> Iterator[Row]:
+        go.wait(60)
+        yield from ()
+
+    late = StreamedRows(rows, 2)
+    config = world(stall_s=0.01).pipeline.config
+    inputs = SimpleNamespace(train=[[], late], cold_start=[[]])
+    job: Any = SimpleNamespace(inputs=inputs, config=config, waits=None)
+    try:
+        with pytest.raises(StageTimeout, match=r"prompts: rows of data\.train\[1\] did not come"):
+            await reading_of(job).run(lambda: late.head)
+    finally:
+        go.set()
 
 
 async def test_a_checkpoint_while_a_source_hangs_has_what_was_admitted_and_nothing_else() -> None:

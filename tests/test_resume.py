@@ -356,7 +356,7 @@ def evaluation(seed: int) -> Evaluation:
 
 
 def ahead(world: World) -> None:
-    """Evaluations have replicas of their own, with the weights of the newest snapshot."""
+    """Evaluations have separate replicas, with the weights of the newest snapshot."""
     generate = world.rollouter.generate
 
     async def newest(*asked: Any) -> list[Rollout]:

@@ -187,7 +187,7 @@ def test_whenever_the_trainer_dies_each_sample_is_trained_once(
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         asyncio.run(train(Path(name), deaths, shape))
-        found, rows = audit(name), trained_rows(Path(name))
+        found, rows = audit(Path(name)), trained_rows(Path(name))
     assert rows == list(range(1, shape["steps"] + 1))
     prompts = shape["steps"] * B // shape["n"]
     wanted = Counter(f"p{p}/{m}" for p in range(prompts) for m in range(shape["n"]))
@@ -223,7 +223,7 @@ def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_o
     shape = shape | more | {"share": 1.0}
     with tempfile.TemporaryDirectory() as name:
         asyncio.run(train(Path(name), deaths, shape, faults=faults))
-        assert_one_fate_each(audit(name), shape["steps"] * B)
+        assert_one_fate_each(audit(Path(name)), shape["steps"] * B)
 
 
 SHAPE = {"seed": 1, "steps": 6, "n": 2, "k": 2, "s": 0.5}

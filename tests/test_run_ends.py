@@ -244,7 +244,7 @@ class FakeTraining:
     error: BaseException | None = None
     trained = has_weights = True
 
-    def __init__(self, job: Job, stages: Any, text: Any) -> None:
+    def __init__(self, job: Job, stages: Any, text: Any, reading: Any) -> None:
         self.job = job
         self.pipeline: Any = SimpleNamespace(
             config=job.config,

@@ -9,13 +9,12 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.core.errors import AsyncOPDError
+from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.run_format import refuse_other_formats
-from async_opd.files.safe_open import read_bytes, read_text
 
 
 class AuditError(AsyncOPDError):
@@ -39,13 +38,13 @@ class Audit:
     steps: int
 
 
-def audit(run_dir: str | Path) -> Audit:
+def audit(run_dir: Place) -> Audit:
     """Reads the journal and the summary of a run.
 
     The last line is ignored if it is torn: the driver was killed while it wrote it. AuditError;
     ConfigError for a run directory of another format.
     """
-    folder = Path(run_dir)
+    folder = foreign(run_dir)
     refuse_other_formats(folder)
     admitted: Counter[str] = Counter()
     trained: list[str] = []
@@ -69,10 +68,10 @@ def audit(run_dir: str | Path) -> Audit:
     )
 
 
-def journal_entries(path: Path) -> Iterator[dict[str, Any]]:
+def journal_entries(path: ForeignPath) -> Iterator[dict[str, Any]]:
     """Each line of a journal. AuditError."""
     try:
-        lines = read_bytes(path).split(b"\n")
+        lines = path.read(RECORD_BYTES).split(b"\n")
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
@@ -82,8 +81,8 @@ def journal_entries(path: Path) -> Iterator[dict[str, Any]]:
             raise AuditError(f"{path}, line {number}, is no JSON object: {error}") from error
 
 
-def _completed(folder: Path) -> bool:
+def _completed(folder: ForeignPath) -> bool:
     try:
-        return bool(json.loads(read_text(folder / "summary.json"))["status"] == "completed")
+        return bool(json.loads((folder / "summary.json").read())["status"] == "completed")
     except (OSError, ValueError, KeyError):
         return False

@@ -27,7 +27,7 @@ Lineage = tuple[Beginning, ...]
 
 
 def begun_after(step: int, before: Lineage) -> Lineage:
-    """The lineage of a run that goes on after the step, under an id of its own."""
+    """The lineage of a run that goes on after the step, under a new id."""
     return (*before, Beginning(token_hex(8), step))
 
 

@@ -15,7 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_opd.accounting.lineage import Lineage
 from async_opd.core.errors import CheckpointError
-from async_opd.files.safe_open import read_bytes, write_atomically
+from async_opd.files.foreign import Place, foreign
+from async_opd.files.safe_open import write_atomically
 
 ROLL_BACKS = "roll_backs.json"
 
@@ -40,11 +41,11 @@ def parse_roll_backs(content: bytes) -> list[RollBack]:
     return _RollBacks.validate_json(content)
 
 
-def read_roll_backs(run_dir: Path) -> list[RollBack]:
+def read_roll_backs(run_dir: Place) -> list[RollBack]:
     """All rollbacks of the run, in order. CheckpointError for a file that was changed."""
-    path = run_dir / ROLL_BACKS
+    path = foreign(run_dir) / ROLL_BACKS
     try:
-        return parse_roll_backs(read_bytes(path))
+        return parse_roll_backs(path.read())
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

@@ -59,7 +59,7 @@ class RunState:
     ) -> None:
         """``prompts`` stand at the cursor of ``start``."""
         self._config = config
-        self._prompts, self._first = prompts, prompts.cursor
+        self._prompts, self._first = prompts, 0 if start is None else start.cursor
         self.admission = Admission(
             batch_size=config.train.batch_size,
             sync_steps=config.async_.sync_steps,

@@ -22,9 +22,10 @@ from async_opd.checkpoint.resume import refuse_changes
 from async_opd.checkpoint.run_copies import END, Copy, Mirrored, RunCopies, name_of
 from async_opd.checkpoint.store import CONFIG, FOLDER, Checkpoints, load
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
+from async_opd.files.foreign import Place, foreign
 from async_opd.files.kept_steps import KEPT
 from async_opd.files.remote import Changed
-from async_opd.files.safe_open import make_folder, read_text, remove_tree
+from async_opd.files.safe_open import make_folder, remove_tree
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.microscope.folder import MICROSCOPE
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
@@ -92,7 +93,8 @@ def refuse_another(folder: Path, identity: str) -> None:
     """ConfigError if the last checkpoint in ``folder``, of a completed run, has another config."""
     for step in Checkpoints(folder, 1).steps()[-1:]:
         with suppress(OSError):
-            refuse_changes(read_text(folder / name_of(step) / CONFIG), identity)
+            found = foreign(folder.parent) / f"{folder.name}/{name_of(step)}/{CONFIG}"
+            refuse_changes(found.read().decode(), identity)
 
 
 def is_completed(run_dir: Path) -> bool:
@@ -100,9 +102,9 @@ def is_completed(run_dir: Path) -> bool:
     return _completed(run_dir) and (run_dir / "model").is_dir()
 
 
-def _completed(folder: Path) -> bool:
+def _completed(folder: Place) -> bool:
     try:
-        summary = json.loads(read_text(folder / SUMMARY))
+        summary = json.loads((foreign(folder) / SUMMARY).read())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(summary, dict) and bool(summary.get("status") == "completed")
@@ -225,7 +227,7 @@ def _refuse_older(copies: RunCopies, copy: Copy, partial: Path, identity: str) -
     remove_tree(partial)
     try:
         copies.download(copy, partial, lambda one: one == name)
-        refuse_changes(read_text(partial / name), identity)
+        refuse_changes((foreign(partial) / name).read().decode(), identity)
     except (Changed, FileNotFoundError):  # a damaged copy, in whose place the run's own comes
         return
     finally:

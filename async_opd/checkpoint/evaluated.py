@@ -24,7 +24,8 @@ from async_opd.checkpoint.resume import digest_of
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError
 from async_opd.core.row import Row
-from async_opd.files.safe_open import make_folder, read_bytes, write_atomically
+from async_opd.files.foreign import foreign
+from async_opd.files.safe_open import make_folder, write_atomically
 
 WHEN = {"every", "teachers", "samples_mib", "samples_total_mib", "replicas"}
 """Settings of ``eval`` that do not change what an evaluation of the student measures."""
@@ -85,7 +86,7 @@ class EvaluatedSteps:
 
     def _read(self) -> _Evaluated:
         try:
-            found = _File.validate_json(read_bytes(self.path))
+            found = _File.validate_json((foreign(self.path.parent) / self.path.name).read())
             if not all(map(math.isfinite, found.values.values())):
                 raise ValueError("a value that is not finite")
         except FileNotFoundError:

@@ -16,6 +16,7 @@ from async_opd.checkpoint.store import CONFIG, EVALUATED, FOLDER
 from async_opd.config.paths import is_url
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
 from async_opd.data.stored_rows import temporary_folder
+from async_opd.files.foreign import ForeignPath
 
 _COPY = re.compile(rf"step_\d+|{END}")
 Wanted = Callable[[str], bool]
@@ -33,13 +34,13 @@ def record_and_weights(name: str) -> bool:
 
 
 @contextmanager
-def run_at(place: str, wanted: Wanted = record) -> Iterator[Path]:
+def run_at(place: str, wanted: Wanted = record) -> Iterator[ForeignPath]:
     """The directory, or a temporary one with the wanted files of a copy, each of them verified.
 
     ConfigError if there is no complete copy at the URL, CheckpointError if it cannot be read.
     """
     if not is_url(place):
-        yield Path(place)
+        yield ForeignPath(Path(place))
         return
     with tempfile.TemporaryDirectory(prefix="async_opd_", dir=temporary_folder()) as folder:
         parts = (part for part in place.replace("://", "/").split("/") if part.strip("."))
@@ -53,7 +54,7 @@ def run_at(place: str, wanted: Wanted = record) -> Iterator[Path]:
             message = f"{place} has no complete copy of a run"
             remedy = "name the checkpoint.mirror of a run, or a step_N in it"
             raise ConfigError([Problem("command line", "URL", message, remedy)])
-        yield into
+        yield ForeignPath(into)
 
 
 def _fetched(place: str, into: Path, wanted: Wanted) -> bool:

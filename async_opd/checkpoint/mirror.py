@@ -38,7 +38,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.level import Level
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import checksum
-from async_opd.files.safe_open import read_bytes
+from async_opd.files.foreign import ForeignPath
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker
 from async_opd.processes.signals import signals_set
@@ -84,7 +84,7 @@ class Mirror(Sink):
             "mirror/upload_s": 0.0,
         }
         self._store, self._copies = store, copies
-        self._run_dir = store.folder.parent
+        self._run_dir = ForeignPath(store.folder.parent)
         self.longest_s, self._grace_s = bound_s, grace_s
         self._teachers = teachers
         self._me, self._claimed = token_hex(16), False
@@ -139,7 +139,7 @@ class Mirror(Sink):
 
     def roll_back(self, within_s: float) -> str | None:
         """Notes the run's rollbacks at the URL; a warning if that fails or takes longer. Blocks."""
-        # a thread of its own: an upload that lasts has the other one
+        # a second thread: an upload under way may hold the first one
         worker: BackgroundWorker[None] = BackgroundWorker("rollback", lambda _: self._note(), 1)
         worker.put(None)
         cause = f"no answer within {within_s:g} s"
@@ -225,8 +225,7 @@ class Mirror(Sink):
                     self._copies.remove(name_of(step))
         if ending:
             self._copies.refuse_other(self._me)
-            names = files_to_copy(self._run_dir, *RESULTS)
-            files = {name: self._run_dir / name for name in names}
+            files = files_to_copy(self._run_dir, *RESULTS)
             self._copies.upload(END, files, lambda sent: None)
             self._ended = True
 
@@ -239,7 +238,7 @@ class Mirror(Sink):
             self._copies.refuse_other(self._me)
             content = b"[]"
             with suppress(FileNotFoundError):
-                content = read_bytes(self._run_dir / ROLL_BACKS)
+                content = (self._run_dir / ROLL_BACKS).read()
             if content != self._noted:
                 number = len(parse_roll_backs(content))
                 if number:
@@ -252,7 +251,7 @@ class Mirror(Sink):
 
         A resume takes the newest one that is whole. The next sync may find a damaged one renewed.
         """
-        manifest = self._run_dir / FOLDER / name_of(step) / MANIFEST
+        manifest = self._run_dir / f"{FOLDER}/{name_of(step)}/{MANIFEST}"
         seen = checksum(manifest) if manifest.is_file() else None
         if seen is not None and self._damaged.get(step) == seen:
             return
@@ -270,18 +269,18 @@ class Mirror(Sink):
         began, within = time.monotonic(), f"{FOLDER}/{name_of(step)}"
         manifest = self._run_dir / within / MANIFEST
         try:
-            before = read_bytes(manifest)
+            before = manifest.read()
             there = self._copies.complete(name_of(step))
             if there and there.files.get(f"{within}/{MANIFEST}") == checksum(manifest):
                 return
-            names = [*files_to_copy(self._run_dir, *self._teachers(step))]
-            names += [f"{within}/{MANIFEST}"]
-            names += [f"{within}/{name}" for name in _manifest(before)]
+            files = files_to_copy(self._run_dir, *self._teachers(step))
+            of_step = [manifest, *(manifest.parent / name for name in _manifest(before))]
+            files |= {one.within: one for one in of_step}
 
             def check(sent: Files) -> None:
                 self._copies.refuse_other(self._me)  # an upload may take hours
                 # A run that has gone back has other files: they do not belong to this checkpoint.
-                if read_bytes(manifest) != before:
+                if manifest.read() != before:
                     raise FileNotFoundError(str(manifest))
                 for name, file in _manifest(before).items():
                     if sent[f"{within}/{name}"] != file:
@@ -289,7 +288,6 @@ class Mirror(Sink):
                             f"{within}/{name} is not as its {MANIFEST} says"
                         )
 
-            files = {name: self._run_dir / name for name in names}
             self._copies.refuse_other(self._me)
             sent = self._copies.upload(name_of(step), files, check)
         except FileNotFoundError:

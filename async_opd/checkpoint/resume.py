@@ -18,6 +18,7 @@ from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
+from async_opd.files.foreign import foreign
 from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.kept_steps import forget_steps
 from async_opd.files.lines import whole_lines
@@ -87,16 +88,15 @@ def refuse_changes(before: str, now: str) -> None:
     except (ValueError, LookupError, TypeError, RecursionError):
         message, remedy = "its config.json was changed or damaged", "take another run_dir"
         raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
-    was, is_ = dict(_flat(known)), dict(_flat(new["config"]))
     remedy = "restore it, or start another run; docs/reliability.md lists the keys that may change"
     problems = [
         Problem(
             "--resume",
             key,
-            f"the run began with {was.get(key)!r}, now it is {is_.get(key)!r}",
+            f"the run began with {was!r}, now it is {is_!r}",
             remedy,
         )
-        for key in _differing(was, is_)
+        for key, was, is_ in changed_keys(known, new["config"])
     ]
     if not problems and data != new["data"]:
         message = "the files hold other rows, or other images, than those the run began with"
@@ -176,12 +176,15 @@ def evaluated_steps(run_dir: Path) -> set[int]:
 def _logged(run_dir: Path) -> Iterator[tuple[str, MetricsRow]]:
     """Each line of ``metrics.jsonl`` with its row, without lines torn by a kill."""
     if (run_dir / METRICS).exists():
-        yield from ((line, row) for line, row in metrics_rows(run_dir / METRICS) if row is not None)
+        found = metrics_rows(foreign(run_dir) / METRICS)
+        yield from ((line, row) for line, row in found if row is not None)
 
 
-def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The keys that differ between the configs of a run and may not, with both values."""
+    was, now = dict(_flat(before)), dict(_flat(after))
     return [
-        key
+        (key, was.get(key), now.get(key))
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key)
         and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from async_opd.accounting.lineage import Lineage, is_on_the_way, longest
 from async_opd.accounting.roll_backs import RollBack, lineage_of, parse_roll_backs
 from async_opd.checkpoint.store import CUT, EVALUATED, FOLDER, parse_cut
 from async_opd.core.written_file import WrittenFile
+from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import Changed, RemoteFile
 from async_opd.processes.background import each_of
 
@@ -58,16 +59,15 @@ def may_be_copied(name: str) -> bool:
     return folder in (FOLDER, TEACHERS, *RESULTS)
 
 
-def files_to_copy(run_dir: Path, *folders: str) -> Iterator[str]:
-    """The run directory's own files, and those below these folders."""
-    found = [path for path in run_dir.iterdir() if path.is_file()]
-    found.append(run_dir / FOLDER / EVALUATED)
+def files_to_copy(run_dir: ForeignPath, *folders: str) -> dict[str, ForeignPath]:
+    """The run directory's own files, and those below these folders, by name.
+
+    Links among them are left out. OSError if one of the folders is a link.
+    """
+    found = [*run_dir.entries(), run_dir / FOLDER / EVALUATED]
     for folder in folders:
-        found += (run_dir / folder).rglob("*")
-    for path in found:
-        name = path.relative_to(run_dir).as_posix()
-        if path.is_file() and not path.is_symlink() and may_be_copied(name):
-            yield name
+        found += (run_dir / folder).walk()
+    return {one.within: one for one in found if may_be_copied(one.within) and one.is_file()}
 
 
 class Copy(NamedTuple):
@@ -174,7 +174,9 @@ class RunCopies:
     def _note(self, number: int) -> RemoteFile:
         return self.place / f"roll_backs_{number}.json"
 
-    def upload(self, name: str, files: Mapping[str, Path], check: Callable[[Files], None]) -> Files:
+    def upload(
+        self, name: str, files: Mapping[str, ForeignPath], check: Callable[[Files], None]
+    ) -> Files:
         """Makes a copy of local files. What ``check`` raises of them keeps it incomplete."""
         self.remove(name)
         sent = each_of(lambda one: (self.place / name / one).upload(files[one]), files, AT_ONCE)

@@ -15,10 +15,13 @@ Calls block: callers use a thread. Files are JSON and safetensors; none is unpic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from secrets import token_hex
 
@@ -33,12 +36,11 @@ from async_opd.core.errors import CheckpointError
 from async_opd.core.row import Row
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import checksum, flush, written_file
+from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.kept_steps import forget_steps
 from async_opd.files.safe_open import (
     FOLDER_MODE,
     make_folder,
-    read_bytes,
-    read_text,
     refuse_link,
     regular_file,
     remove_tree,
@@ -46,6 +48,7 @@ from async_opd.files.safe_open import (
 
 CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
 FOLDER, EVALUATED = "checkpoints", "evaluated.json"
+_STEP = re.compile(r"step_(0|[1-9]\d{0,15})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,14 @@ class Checkpoints:
         return target
 
     @property
+    def _there(self) -> ForeignPath:
+        return foreign(self.folder.parent) / self.folder.name
+
+    def _unfinished(self) -> list[ForeignPath]:
+        """Folders of checkpoints that are being written, or were when the run was killed."""
+        return [one for one in self._there.entries() if fnmatchcase(one.name, ".step_*.partial")]
+
+    @property
     def evaluated(self) -> EvaluatedSteps:
         """The evaluations that checkpoints are compared by; none unless the run keeps the best."""
         return EvaluatedSteps(self.folder / EVALUATED, self.measure)
@@ -158,11 +169,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, the oldest first."""
-        return sorted(_steps(self.folder))
+        return steps_in(self._there)
 
     def begun(self) -> set[int]:
         """Steps of all checkpoints, and of those that are being written."""
-        parts = (part.name for part in self.folder.glob(".step_*.partial"))
+        parts = (part.name for part in self._unfinished())
         numbers = (name.removeprefix(".step_").partition(".")[0] for name in parts)
         return {*self.steps(), *(int(number) for number in numbers if number.isdecimal())}
 
@@ -183,8 +194,8 @@ class Checkpoints:
         found: dict[int, Lineage] = {}
         for step in self.steps():
             with suppress(OSError, ValueError):
-                content = read_bytes(self.folder / f"step_{step}" / CUT)
-                found[step] = parse_cut(content).lineage
+                cut = self._there / f"step_{step}/{CUT}"
+                found[step] = parse_cut(cut.read(RECORD_BYTES)).lineage
         return found
 
     def lineage(self) -> Lineage:
@@ -211,8 +222,8 @@ class Checkpoints:
         except OSError as error:
             remedy = "put the directory itself there"
             raise CheckpointError("checkpoint", str(error), remedy) from error
-        for part in self.folder.glob(".step_*.partial"):
-            remove_tree(part)
+        for part in self._unfinished():
+            remove_tree(self.folder / part.name)
         back = lineage_of(read_roll_backs(self.folder.parent))
         for step in reversed(self.steps()):
             path = self.folder / f"step_{step}"
@@ -258,26 +269,27 @@ def parse_cut(content: bytes) -> Cut:
     return _Cut.validate_json(content)
 
 
-def load(folder: Path) -> Checkpoint:
+def load(folder: Place) -> Checkpoint:
     """Verifies every byte of a checkpoint. CheckpointError with the cause."""
     try:
-        refuse_link(folder)
-        irregular = [p.name for p in folder.iterdir() if p.is_symlink() or not p.is_file()]
+        at = in_its_run(folder)
+        there = at.entries()
+        irregular = [one.name for one in there if not one.is_file()]
         if irregular:  # reading a pipe or a device might never end
-            raise ValueError(f"{sorted(irregular)} are no regular files")
-        manifest = _Manifest.validate_json(read_bytes(folder / MANIFEST))
-        found = {path.name for path in folder.iterdir()} - {MANIFEST}
+            raise ValueError(f"{irregular} are no regular files")
+        manifest = _Manifest.validate_json((at / MANIFEST).read())
+        found = {one.name for one in there} - {MANIFEST}
         if found != set(manifest):
             raise ValueError(f"files {sorted(found ^ set(manifest))} are missing or unexpected")
         with ThreadPoolExecutor(8) as reading:
-            read = reading.map(checksum, (folder / name for name in manifest))
+            read = reading.map(checksum, (at / name for name in manifest))
             for (name, file), now in zip(manifest.items(), read, strict=True):
                 if now != file:
                     raise ValueError(f"{name} was changed or cut off")
-        cut = parse_cut(read_bytes(folder / CUT))
-        if folder.name != f"step_{cut.step}":
+        cut = parse_cut((at / CUT).read(RECORD_BYTES))
+        if at.name != f"step_{cut.step}":
             raise ValueError(f"its {CUT} is of step {cut.step}")
-        return Checkpoint(folder, cut, read_text(folder / CONFIG))
+        return Checkpoint(at.as_path(), cut, (at / CONFIG).read().decode())
     except (OSError, ValueError) as error:
         cause = str(error)
         if isinstance(error, ValidationError):  # a ValueError, whose text quotes the file
@@ -285,11 +297,17 @@ def load(folder: Path) -> Checkpoint:
         raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {cause}") from error
 
 
-def _steps(folder: Path) -> Iterator[int]:
-    for path in folder.glob("step_*"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal() and path.name == f"step_{int(number)}" and path.is_dir():
-            yield int(number)
+def in_its_run(checkpoint: Place) -> ForeignPath:
+    """A checkpoint's place below its run directory, on the way to which links are refused, too."""
+    given = foreign(checkpoint)
+    path = Path(os.path.abspath(given.root))
+    return given if given.parts else ForeignPath(path.parent.parent, path.parts[-2:])
+
+
+def steps_in(folder: ForeignPath) -> list[int]:
+    """Steps of the checkpoints in a folder, the oldest first. OSError."""
+    matches = ((_STEP.fullmatch(path.name), path) for path in folder.entries())
+    return sorted(int(match[1]) for match, path in matches if match and path.is_dir())
 
 
 def _refuse_other_files(part: Path, files: Mapping[str, WrittenFile]) -> None:

@@ -112,7 +112,7 @@ def _shorter(given: RunConfig, sized: RunConfig, name: str, machine: Machine) ->
         return f"lower data.max_prompt_tokens or rollout.max_tokens, or {more}"
     if needed_tokens(given) is None:
         return f"set data.max_prompt_tokens, which bounds max_model_len too, or {more}"
-    return f"set it to the longest prompt of its own with its response, or {more}"
+    return f"set it to its longest prompt with its response, or {more}"
 
 
 def with_defaults(config: RunConfig, device: Device) -> RunConfig:

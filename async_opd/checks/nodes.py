@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from async_opd.core.errors import Problem, StageError
-from async_opd.files.safe_open import read_text
+from async_opd.files.foreign import foreign
 from async_opd.processes.listening import interface_address, interface_of
 
 PACKAGES = {
@@ -150,7 +150,7 @@ def _run_dir_fault(probe: Probe) -> str:
     folder = Path(probe.run_dir or "")
     own = folder / f"{probe.name}-{secrets.token_hex(8)}"  # containers share host names and pids
     try:
-        if read_text(folder / probe.name) != probe.content:
+        if (foreign(folder) / probe.name).read().decode() != probe.content:
             return "has another driver's files"
         own.touch(0o600, exist_ok=False)
         own.unlink()

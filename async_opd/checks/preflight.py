@@ -20,7 +20,13 @@ from async_opd.checks.images.training import check_seeing_student
 from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
 from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
-from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_device
+from async_opd.checks.resources import (
+    gpu_count,
+    misplaced,
+    pools,
+    refuse_client,
+    resolve_device,
+)
 from async_opd.checks.room import Room
 from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.checks.templates import check_templates
@@ -29,7 +35,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
 from async_opd.config.user_code import LOGGERS as GROUP
 from async_opd.config.user_code import UserCodeError, fits, user_object, user_transport
-from async_opd.core.errors import Problem
+from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
 from async_opd.files.remote import RemoteFile
@@ -68,6 +74,10 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     """
     gpus = gpu_count() if gpus is None else gpus
     found = Findings(where)
+    try:
+        refuse_client(config)
+    except ConfigError as refused:
+        found.problems.extend(refused.problems)
     config, partial = with_cached(config, found.notes)
     config, unclear = with_cached_data(config, where, found.notes)
     found.problems.extend(unclear)

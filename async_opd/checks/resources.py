@@ -1,20 +1,31 @@
-"""The GPUs of this machine, counted without torch, and the GPUs that a run's pools take."""
+"""The GPUs of this machine or of a cluster, counted without torch, and those that a run takes."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import NVIDIA_SMI_TIMEOUT_S, Device, smallest_gpu
 
+JOINING = (
+    "check cluster.address, or leave it out for a local cluster; a cluster with token "
+    "authentication is joined with RAY_AUTH_MODE=token and its token (RAY_AUTH_TOKEN)"
+)
+ASK = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
+print("GPUs", int(ray.cluster_resources().get("GPU", 0)))
+"""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -56,12 +67,58 @@ def gpu_bytes(config: RunConfig) -> int | None:
 def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
     """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster.
 
-    A run asks a cluster that it joins first (``api.prepared``).
+    What starts engines in a cluster that it joins asks it first: see ``with_device``.
     """
     if config.cluster.device != "auto":
         return config.cluster.device
     gpus = gpu_count() if gpus is None else gpus
     return "cuda" if gpus or config.cluster.joins else "cpu"
+
+
+def with_device(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The config with the device of the cluster to join, and a note if that has no GPU.
+
+    The cluster is asked where ``cluster.device`` does not say. One whose machines are to come
+    (``cluster.wait_s``) is taken for one with GPUs. StageError if it does not answer.
+    """
+    cluster = config.cluster
+    refuse_client(config)
+    if cluster.device != "auto" or cluster.joins is None or cluster.wait_s:
+        return config, []
+    if gpus_of_cluster(cluster.joins, config.supervision.timeout_s):
+        return config, []
+    cluster = cluster.model_copy(update={"device": "cpu"})
+    note = f"cluster.device: auto is cpu, since the cluster at {cluster.joins} has no GPU"
+    return config.model_copy(update={"cluster": cluster}), [note]
+
+
+def gpus_of_cluster(address: str, timeout_s: float) -> int:
+    """GPUs of all machines that a cluster to join has now. Another process asks.
+
+    StageError if it does not answer within the bound.
+    """
+    try:
+        command = [sys.executable, "-P", "-c", ASK, address]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        cause = f"the cluster at {address!r} did not answer within {timeout_s:g} s how many GPUs it"
+        remedy = "check cluster.address, or set cluster.device; supervision.timeout_s is the bound"
+        raise StageError("cluster", f"{cause} has", remedy) from error
+    found = re.search(r"^GPUs (\d+)$", asked.stdout, re.MULTILINE)
+    if found is None:
+        last = next((line for line in reversed(asked.stderr.splitlines()) if line.strip()), "")
+        cause = f"the cluster at {address!r} did not answer how many GPUs it has: {last.strip()}"
+        raise StageError("cluster", cause, JOINING)
+    return int(found[1])
+
+
+def refuse_client(config: RunConfig) -> None:
+    """ConfigError if RAY_ADDRESS, which names the cluster to join, names no node of it."""
+    address = config.cluster.joins
+    if address is not None and "://" in address:
+        message = f"RAY_ADDRESS is {address}, which is not host:port of Ray's head"
+        remedy = "unset it, set it to host:port on a node of the cluster, or use ray job submit"
+        raise ConfigError([Problem("the environment", "cluster.address", message, remedy)])
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class Remote:
     async def placed(self) -> None:
         """Returns when its reserved GPUs are on a node, or were given to another process.
 
-        It has no bound of its own: a cluster without enough GPUs is no failure of the process.
+        It has no bound: a cluster without enough GPUs is not a failure of the process.
         """
         self.node = ""
         while self.group is not None:
@@ -306,7 +306,7 @@ class Remote:
         cause = (
             gone
             if state == REMOVED
-            else "what was reserved for it is lost, and it waits for others"
+            else "its place in the cluster is lost, and it waits for another one"
         )
         return Displaced(self.name, cause, "join machines with GPUs")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import SystemRandom
 from typing import Any
 
@@ -53,7 +53,7 @@ TOGETHER_S = 20.0
 
 @dataclass(frozen=True)
 class GpuBundles:
-    """The reserved GPUs of a run; empty on CPU. Can be pickled and sent to other actors.
+    """The reserved GPUs of a run, or its places. Can be pickled and sent to other actors.
 
     Ray gives them back when the run leaves the cluster.
     """
@@ -62,9 +62,9 @@ class GpuBundles:
     units: tuple[Unit, ...] = ()
 
     async def strategy(self, pool: str, index: int) -> Any:
-        """Where Ray is to start a process of this pool, or of a guest of its; None on CPU.
+        """Where Ray is to start a process of this pool, or a guest of it; None for any place.
 
-        Waits, without a bound of its own, while the cluster has no room for its GPUs.
+        Waits, without a bound, while the cluster has no room for it.
         """
         for unit in self.units:
             for number, bundle in enumerate(unit.bundles):
@@ -155,13 +155,11 @@ async def reserve(
     """
     named = [pool for pool in pools(config) if not only or pool.name in only]
     bundles = GpuBundles(run_name(config), tuple(units(named)))
-    await _complete(bundles, config.cluster.wait_s, notify)
+    await _ask_for_machines(bundles, config.cluster.wait_s, notify)
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             while not await _are_reserved(bundles, notify):
-                notify(
-                    "cluster: another run took some of the GPUs; all are given back, until later"
-                )
+                notify("cluster: another run took some of the GPUs; all are asked for again later")
                 await asyncio.sleep(SystemRandom().uniform(0, TOGETHER_S))
     except TimeoutError as error:
         raise await asyncio.to_thread(_too_small, bundles.units) from error
@@ -201,26 +199,41 @@ async def _give_back(bundles: GpuBundles) -> None:
                 await asyncio.sleep(POLL_S)
 
 
-async def _complete(bundles: GpuBundles, wait_s: float, notify: Callable[[str], None]) -> None:
-    """Waits until the cluster has nodes for all units. ConfigError if it has not after ``wait_s``.
+async def _ask_for_machines(
+    bundles: GpuBundles, wait_s: float, notify: Callable[[str], None]
+) -> None:
+    """Asks Ray for the GPUs of all units until there is room for them, for ``wait_s`` at most.
 
-    Meanwhile Ray is asked for the GPUs of all units, which is what an autoscaler starts nodes for.
-    They are given back before the units are assigned: Ray places small ones where large ones fit.
+    That is what an autoscaler starts nodes for. They are given back before the units are assigned:
+    Ray places small ones where large ones fit.
     """
     nodes = await asyncio.to_thread(gpu_nodes)
-    if not wait_s or fits(bundles.units, nodes):
+    if not wait_s or _room_for(bundles.units, nodes) is not None:
         return
     notify(f"cluster: waiting for machines: {shortage(bundles.units, nodes)}")
     try:
-        async with asyncio.timeout(wait_s):
-            for unit in sorted(bundles.units, key=lambda unit: -unit.gpus):
-                await asyncio.to_thread(bundles.create, unit)
-            while not fits(bundles.units, await asyncio.to_thread(gpu_nodes)):  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
-    except TimeoutError as error:
-        raise await asyncio.to_thread(_too_small, bundles.units) from error
+        with suppress(TimeoutError):  # what follows says what is missing
+            async with asyncio.timeout(wait_s):
+                for unit in sorted(bundles.units, key=lambda unit: -unit.gpus):
+                    await asyncio.to_thread(bundles.create, unit)
+                while not await asyncio.to_thread(_has_room, bundles):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_S)
     finally:
         await _give_back(bundles)
+
+
+def _has_room(bundles: GpuBundles) -> bool:
+    """Whether there is room for all units, were the placed ones given back."""
+    own = bundles.asked()
+    nodes = [
+        replace(node, free=node.free + sum(u.gpus for u, at in own.items() if at == node.id))
+        for node in gpu_nodes()
+    ]
+    return _room_for(bundles.units, nodes) is not None
+
+
+def _room_for(wanted: Sequence[Unit], nodes: Collection[GpuNode]) -> dict[Unit, str] | None:
+    return assign(wanted, {node.id: node.free for node in nodes})
 
 
 async def _room(wanted: Sequence[Unit], notify: Callable[[str], None]) -> dict[Unit, str]:
@@ -230,8 +243,7 @@ async def _room(wanted: Sequence[Unit], notify: Callable[[str], None]) -> dict[U
         nodes = await asyncio.to_thread(gpu_nodes)
         if not fits(wanted, nodes):
             raise await asyncio.to_thread(_too_small, wanted)
-        found = assign(wanted, {node.id: node.free for node in nodes})
-        if found is not None:
+        if (found := _room_for(wanted, nodes)) is not None:
             return found
         if looks == 1:  # the first look may be older than the end of another run
             notify(f"cluster: waiting for GPUs that others use: {shortage(wanted, nodes)}")

@@ -28,6 +28,7 @@ from typing import Any, cast
 from async_opd.accounting.images import kept
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.store import Checkpoints
+from async_opd.checks.resources import refuse_client
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
 from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, names, reserve
 from async_opd.cluster.node_checks import ComparedNodes, check_nodes
@@ -47,7 +48,7 @@ from async_opd.cluster.watching.placement import Placement
 from async_opd.cluster.watching.watch import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
-from async_opd.core.errors import ConfigError, HeadLost, Problem, StageError, first_cause
+from async_opd.core.errors import HeadLost, StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
@@ -59,6 +60,9 @@ from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from rollouter.stage import RollouterStage, RolloutReplica
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import TeacherWeights
+
+STAGES = "all stages of the run to start"
+"""It lasts as long as many waits, each of which may be short."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ async def launch(
         hosts = {str(teacher.host) for teacher in config.teachers.values() if teacher.host}
         reserved = (actor_factory.bundles, hosts, notify, actor_factory.waits)
         watch = ClusterWatch(notify, Placement(*reserved, gpu_nodes, names))
-        stages = await race(watch.run(), _build(actor_factory, watch))
+        with actor_factory.waits.on(STAGES, config.timeouts.engine_start_s, " a process"):
+            stages = await race(watch.run(), _build(actor_factory, watch))
         if reaper is not None:
             reaper.track_descendants()
         yield stages
@@ -161,11 +166,8 @@ async def _processes(
     """Starts Ray and reserves GPUs, of ``only`` some pools; at the end ends all processes."""
     waits = waits or Waits(notify)
     if (address := config.cluster.joins) != config.cluster.address:
+        refuse_client(config)
         notify("cluster: a local one" if address is None else f"cluster: joining {address}")
-        if address is not None and address.startswith("ray://"):
-            message = f"RAY_ADDRESS is {address}, a client"
-            remedy = "set it to host:port, or use ray job submit"
-            raise ConfigError([Problem("the environment", "cluster.address", message, remedy)])
         cluster = config.cluster.model_copy(update={"address": address})
         config = config.model_copy(update={"cluster": cluster})
     async with ray_session(config, waits) as reaper:

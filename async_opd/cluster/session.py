@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -19,6 +17,7 @@ from typing import Any
 import ray
 from ray.job_config import JobConfig
 
+from async_opd.checks.resources import JOINING
 from async_opd.cluster.actor_names import namespace
 from async_opd.cluster.ray_folder import WORKER_LOGS, RayFolder, environment, ray_folder
 from async_opd.config.run_config import RunConfig
@@ -40,39 +39,8 @@ TOO_SLOW = "timed out during startup"
 """What Ray's error says where its processes were too slow: it has no class of its own."""
 SLOW_AGENT = "Timed out waiting for file"
 """What the raylet says where its agent was: the file is to hold the agent's port."""
-JOINING = (
-    "check cluster.address, or leave it out for a local cluster; a cluster with token "
-    "authentication is joined with RAY_AUTH_MODE=token and its token (RAY_AUTH_TOKEN)"
-)
 STREAM_S = 2.0
 """Seconds between two looks at what workers have written."""
-
-
-ASK = """
-import sys, ray
-ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False)
-print("GPUs", int(ray.cluster_resources().get("GPU", 0)))
-"""
-
-
-def gpus_of_cluster(address: str, timeout_s: float) -> int:
-    """GPUs of all machines that a cluster to join has now, asked by a process of its own.
-
-    StageError if it does not answer within the bound.
-    """
-    try:
-        command = [sys.executable, "-P", "-c", ASK, address]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        cause = f"the cluster at {address!r} has not said within {timeout_s:g} s which GPUs it has"
-        remedy = "check cluster.address, or set cluster.device; supervision.timeout_s is the bound"
-        raise StageError("cluster", cause, remedy) from error
-    found = re.search(r"^GPUs (\d+)$", asked.stdout, re.MULTILINE)
-    if found is None:
-        said = next((line for line in reversed(asked.stderr.splitlines()) if line.strip()), "")
-        cause = f"the cluster at {address!r} does not say which GPUs it has: {said.strip()}"
-        raise StageError("cluster", cause, JOINING)
-    return int(found[1])
 
 
 @asynccontextmanager

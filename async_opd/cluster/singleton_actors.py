@@ -29,6 +29,7 @@ from async_opd.models.engine_args import Device
 from async_opd.processes.events import Event, State
 from async_opd.processes.members import Member, MemberSet, Policy, Rebuild
 from async_opd.queue.sizes import payloads
+from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.rendezvous import new_secret
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
 FOLLOWER = "trainer.build:build_follower"
+NO_GPUS = "join machines with GPUs, or raise timeouts.stall_s if they come later"
 
 
 class SingletonActor(ABC):
@@ -106,9 +108,13 @@ class TrainerActor(SingletonActor):
         return (self.remote, *self.others)
 
     async def build(self) -> None:
-        """See SingletonActor. Several ranks are built together: each waits for all."""
-        bound = self.config.timeouts.engine_start_s
-        await gather_or_cancel(*(rank.placed() for rank in self.ranks))
+        """See SingletonActor. Several ranks are built together: each waits for all.
+
+        StageTimeout if the cluster has no GPUs for them for ``timeouts.stall_s``.
+        """
+        timeouts = self.config.timeouts
+        bound, placed = timeouts.engine_start_s, gather_or_cancel(*(r.placed() for r in self.ranks))
+        await Deadline(TRAINER).within(timeouts.stall_s, "waiting for its GPUs", placed, NO_GPUS)
         if not self.others:
             await self.remote.build(self.path, self.args, bound)
             return

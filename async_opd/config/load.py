@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal, Protocol
 
 from pydantic import ValidationError
 
@@ -43,8 +43,15 @@ MAX_CONFIG_BYTES = 1 << 20
 """Bound of a config file's size, in bytes."""
 
 
+class Readable(Protocol):
+    """A file by its path, or a ``ForeignPath``."""
+
+    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
+        """As ``Path.open``."""
+
+
 def load_config(
-    path: str | Path | Mapping[str, Any],
+    path: str | Readable | Mapping[str, Any],
     overrides: Sequence[str] = (),
     folder: Path | None = None,
 ) -> RunConfig:
@@ -62,7 +69,7 @@ def load_config(
 
 
 def load_recorded_config(
-    path: str | Path, overrides: Sequence[str] = ()
+    path: str | Readable, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, list[Problem]]:
     """The config of a run that an older version may have made, and what of it is left out.
 
@@ -92,13 +99,14 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[An
 
 
 def _prepared(
-    path: str | Path | Mapping[str, Any], overrides: Sequence[str], folder: Path | None = None
+    path: str | Readable | Mapping[str, Any], overrides: Sequence[str], folder: Path | None = None
 ) -> _Source:
     """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
     if isinstance(path, Mapping):
         source = _Source("the config", copy.deepcopy(dict(path)))
     else:
-        source, folder = _Source(str(path), _read(Path(path))), Path(path).resolve().parent
+        source = _Source(str(path), _read(Path(path) if isinstance(path, str) else path))
+        folder = Path(str(path)).resolve().parent
     source.check_secrets()
     for override in overrides:
         source.override(override)
@@ -232,7 +240,7 @@ def _lies_in(key: str, outer: str) -> bool:
     return key == outer or key.startswith(outer + ".")
 
 
-def _read(file: Path) -> dict[Any, Any]:
+def _read(file: Readable) -> dict[Any, Any]:
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_CONFIG_BYTES + 1)

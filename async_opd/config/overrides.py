@@ -10,6 +10,15 @@ from typing import Any
 METAVAR = "a.b.c=value"
 
 
+TRUST = "--trust-remote-code"
+
+
+def add_trust(parser: argparse.ArgumentParser, whose: str) -> None:
+    """Adds the flag of a command that is given somebody else's run directory or model."""
+    what = f"run the code that {whose}, as you: only after you have read it"
+    parser.add_argument(TRUST, action="store_true", help=what)
+
+
 def add_overrides(
     parser: argparse.ArgumentParser, example: str = "train.steps=100", bare: bool = True
 ) -> None:

@@ -109,7 +109,7 @@ class ProcessRestarts(ProcessDied):
 
 
 class Displaced(StageError):
-    """A process lost its machine, or its GPUs to a more important one: no failure of its own.
+    """A process lost its machine, or its GPUs to a more important one: it did not fail itself.
 
     No bound of restarts counts it.
     """

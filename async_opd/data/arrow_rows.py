@@ -7,7 +7,6 @@ folder is opened and no URL fetched. Raises whatever a broken file makes pyarrow
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import RemoteFile
 
 AT_A_TIME = 64
@@ -32,10 +32,13 @@ MAX_STATE_BYTES = 1 << 20
 """Bytes of the JSON file that names the others."""
 
 
-def parquet_rows(path: Path | RemoteFile, start: int = 0) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: Path | ForeignPath | RemoteFile, start: int = 0) -> Iterator[dict[str, Any]]:
     """Rows of a parquet file from position ``start`` on; row groups before it are not read."""
     with ExitStack() as opened:
-        place = path if isinstance(path, Path) else opened.enter_context(path.open("rb"))
+        place: Any = path
+        if not isinstance(path, Path):
+            reading = path.held() if isinstance(path, ForeignPath) else path.open("rb")
+            place = opened.enter_context(reading)
         whole = pyarrow.parquet.ParquetFile(place, buffer_size=BUFFER, pre_buffer=False)
         file = opened.enter_context(whole)
         groups = list(range(file.num_row_groups))
@@ -45,12 +48,13 @@ def parquet_rows(path: Path | RemoteFile, start: int = 0) -> Iterator[dict[str, 
         yield from _rows(file.iter_batches(batch_size=FEW, row_groups=groups), start)
 
 
-def parquet_length(path: Path) -> int:
+def parquet_length(path: ForeignPath) -> int:
     """The number of rows of a parquet file."""
-    return int(pyarrow.parquet.read_metadata(path).num_rows)
+    with path.open("rb") as file:
+        return int(pyarrow.parquet.read_metadata(file).num_rows)
 
 
-def datasets_rows(folder: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+def datasets_rows(folder: ForeignPath, start: int = 0) -> Iterator[dict[str, Any]]:
     """Rows of a directory that ``Dataset.save_to_disk`` wrote, from position ``start`` on.
 
     ValueError for any other directory.
@@ -58,9 +62,13 @@ def datasets_rows(folder: Path, start: int = 0) -> Iterator[dict[str, Any]]:
     yield from _rows(_batches(folder), start)
 
 
-def _batches(folder: Path) -> Iterator[pyarrow.RecordBatch]:
+def _batches(folder: ForeignPath) -> Iterator[pyarrow.RecordBatch]:
     for file in _files(folder):
-        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+        with (
+            file.held() as name,
+            pyarrow.memory_map(name) as source,
+            pyarrow.ipc.open_stream(source) as stream,
+        ):
             for batch in stream:
                 batch.validate(full=True)
                 for at in range(0, batch.num_rows, AT_A_TIME):
@@ -79,18 +87,15 @@ def _rows(batches: Iterable[pyarrow.RecordBatch], start: int) -> Iterator[dict[s
             yield from rows.slice(at, 1).to_pylist()
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: ForeignPath) -> list[ForeignPath]:
     """The files with rows; each lies in the folder itself."""
     if (folder / "dataset_dict.json").is_file():
-        splits = sorted(one.name for one in folder.iterdir() if (one / "state.json").is_file())
+        splits = [one.name for one in folder.entries() if (one / "state.json").is_file()]
         raise ValueError(f"it holds splits {splits}: name one, as in {folder}/train")
-    with (folder / "state.json").open("rb") as file:
-        content = file.read(MAX_STATE_BYTES + 1)
-    if len(content) > MAX_STATE_BYTES:
-        raise ValueError(f"its state.json has more than {MAX_STATE_BYTES >> 20} MiB")
+    content = (folder / "state.json").read(MAX_STATE_BYTES)
     names = [str(entry["filename"]) for entry in json.loads(content)["_data_files"]]
     for name in names:
-        if name != os.path.basename(name) or not (folder / name).is_file():
+        if "/" in name or not (folder / name).is_file():
             raise ValueError(f"its state.json names {name[:200]!r}, which is no file of the folder")
     if len(set(names)) < len(names):
         raise ValueError("its state.json names a file twice")

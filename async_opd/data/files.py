@@ -18,10 +18,15 @@ from async_opd.config.paths import is_url
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.data.fields import MAX_ROW_BYTES, RowSource, too_large
+from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import RemoteFile, only_os_errors
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
+
+
+RowFile = Path | ForeignPath | RemoteFile
+"""What a config names itself, a file of a data set's folder, or one at a URL."""
 
 
 class FileSource(RowSource):
@@ -65,7 +70,7 @@ class FileSource(RowSource):
 
 def file_rows(
     source: RowSource,
-    path: Path | RemoteFile,
+    path: RowFile,
     index: int,
     data: DataConfig,
     start: int = 0,
@@ -78,6 +83,8 @@ def file_rows(
     folder = None
     if isinstance(path, Path):
         folder = path if path.is_dir() else path.parent
+    elif isinstance(path, ForeignPath):
+        folder = path.parent.as_path()
     try:
         for number, entry in _entries(path, start):
             try:
@@ -89,7 +96,7 @@ def file_rows(
         raise SourceError(str(path), f"cannot be read: {error}") from error
 
 
-def rows_and_numbers(path: Path) -> tuple[int, int]:
+def rows_and_numbers(path: ForeignPath) -> tuple[int, int]:
     """How many rows a jsonl or parquet file has, and how many numbers they take: blank lines do.
 
     Raises whatever a broken file makes pyarrow raise.
@@ -104,31 +111,31 @@ def rows_and_numbers(path: Path) -> tuple[int, int]:
     return rows, last + 1
 
 
-def _entries(path: Path | RemoteFile, start: int) -> Iterator[tuple[int, str | dict[str, Any]]]:
+def _entries(path: RowFile, start: int) -> Iterator[tuple[int, str | dict[str, Any]]]:
     """Lines or fields, with their numbers from 0."""
     if path.suffix == ".jsonl":
         yield from islice(_lines(path), start, None)
     elif path.suffix == ".parquet":
         yield from enumerate(_arrow(path, start, "is no valid parquet"), start)
-    elif path.is_dir():
+    elif isinstance(path, Path) and path.is_dir():
         yield from enumerate(_arrow(path, start, "is no datasets directory"), start)
     else:
         raise SourceError(str(path), "is neither *.jsonl, *.parquet nor a datasets directory")
 
 
-def _arrow(path: Path | RemoteFile, start: int, fault: str) -> Iterator[dict[str, Any]]:
+def _arrow(path: RowFile, start: int, fault: str) -> Iterator[dict[str, Any]]:
     from async_opd.data.arrow_rows import datasets_rows, parquet_rows
 
     try:
-        if isinstance(path, RemoteFile) or path.suffix == ".parquet":
-            yield from parquet_rows(path, start)
+        if isinstance(path, Path) and path.suffix != ".parquet":
+            yield from datasets_rows(ForeignPath(path, own_links=True), start)
         else:
-            yield from datasets_rows(path, start)
+            yield from parquet_rows(path, start)
     except Exception as error:  # broken files find their way deep into pyarrow
         raise SourceError(str(path), f"{fault}: {type(error).__name__}: {error}") from error
 
 
-def _lines(path: Path | RemoteFile) -> Iterator[tuple[int, str]]:
+def _lines(path: RowFile) -> Iterator[tuple[int, str]]:
     """Lines that are not blank; of one that is too large the beginning."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), "")):

@@ -31,6 +31,7 @@ from async_opd.data.hub_files import (
     names_split,
     patterns_of,
 )
+from async_opd.files.foreign import ForeignPath
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
@@ -73,9 +74,9 @@ class HubSource(RowSource):
         """See PromptSource.rows; numbers go on from one file to the next."""
         before = 0
         for name in self._named():
-            path = self._path(name)
             try:
-                rows, numbers = _size(str(path))
+                path = self._path(name)
+                rows, numbers = _size(path)
             except SourceError:
                 raise
             except Exception as error:  # broken files find their way deep into pyarrow
@@ -131,7 +132,7 @@ class HubSource(RowSource):
                 continue
             names = _names(Path(folder))
             commits = listed(Path(folder))
-            card = Path(folder, CARD) if CARD in names else None
+            card = _below(folder, CARD) if CARD in names else None
             files = self.files or self._chosen(commits or names, card)
             # without the commit's list, the names alone must say that no file is missing
             whole = bool(self.files or commits) or all_numbered(files)
@@ -162,7 +163,7 @@ class HubSource(RowSource):
         named = self.files or []
         # by the branch's name: the cache then knows its commit, which a run without network needs
         first = self.model_copy(update={"revision": branch})._path(named[0])
-        keep_list(first.parents[len(Path(named[0]).parts) - 1], names)
+        keep_list(first.root, names)
         for name in named[:1] if self.stream else named:
             self._path(name)
         return self
@@ -179,27 +180,26 @@ class HubSource(RowSource):
         names = _names(folder)
         if not names:
             raise SourceError(self.label, "does not exist, or has no files")
-        found = self._chosen(names, folder / CARD if CARD in names else None)
+        found = self._chosen(names, _below(self.id, CARD) if CARD in names else None)
         if not found:
             raise SourceError(self.label, self._nothing(names))
         return found
 
-    def _path(self, name: str) -> Path:
+    def _path(self, name: str) -> ForeignPath:
         """Where a file is; it is downloaded if it may be. SourceError."""
         if self._is_folder:
-            return Path(self.id, name)
+            return _below(self.id, name)
         from huggingface_hub import hf_hub_download
 
         try:
-            return Path(
-                hf_hub_download(
-                    self.id,
-                    name,
-                    repo_type="dataset",
-                    revision=self.revision,
-                    local_files_only=self._access != "hub",
-                )
+            path = hf_hub_download(
+                self.id,
+                name,
+                repo_type="dataset",
+                revision=self.revision,
+                local_files_only=self._access != "hub",
             )
+            return _below(path.removesuffix(f"/{name}"), name)
         except Exception as error:  # the hub's client raises many kinds
             raise SourceError(self.label, f"{name} cannot be had: {error}") from error
 
@@ -209,12 +209,12 @@ class HubSource(RowSource):
             f"has no files for this configuration and split; its parquet and jsonl: {known[:300]}"
         )
 
-    def _chosen(self, names: Sequence[str], card: Path | None) -> list[str]:
+    def _chosen(self, names: Sequence[str], card: ForeignPath | None) -> list[str]:
         """The files of the configuration and split: those that the card names, else by names."""
         from huggingface_hub import metadata_load
 
         try:
-            configs = ((card and metadata_load(card)) or {}).get("configs")
+            configs = ((card and metadata_load(card.as_path())) or {}).get("configs")
             patterns = (
                 patterns_of(configs, self.config, self.split) if isinstance(configs, list) else None
             )
@@ -231,18 +231,23 @@ class HubSource(RowSource):
         return found
 
 
+def _below(folder: str, name: str) -> ForeignPath:
+    return ForeignPath(Path(folder), own_links=True) / name
+
+
 def _names(folder: Path) -> list[str]:
-    return sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_file() and not path.relative_to(folder).parts[0].startswith(".")
-    )
+    return [one.within for one in ForeignPath(folder).walk() if not one.parts[0].startswith(".")]
 
 
 @functools.lru_cache(maxsize=4096)
-def _size(path: str) -> tuple[int, int]:
+def _size(path: ForeignPath) -> tuple[int, int]:
     """Rows, and numbers of rows, of a file of a commit: it never changes."""
-    return rows_and_numbers(Path(path))
+    return rows_and_numbers(path)
+
+
+def files_sized() -> int:
+    """Files whose size this process has read: it grows while those before a resume are fetched."""
+    return _size.cache_info().misses
 
 
 def fetched_data(config: RunConfig, where: str) -> RunConfig:

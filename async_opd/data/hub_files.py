@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.paths import SPLITS
+from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
 
 PART = re.compile(r"-\d{5}-of-(\d{5})")
@@ -86,7 +87,7 @@ def keep_list(snapshot: Path, names: Sequence[str]) -> None:
 def listed(snapshot: Path) -> list[str] | None:
     """The names of all files of a commit; None if the cache has no list of them."""
     try:
-        found = json.loads(_list_of(snapshot).read_text())
+        found = json.loads(foreign(_list_of(snapshot)).read())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, list) else None

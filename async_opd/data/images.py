@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.core.row import Media, PromptText, Row, kind_of, value_at
-from async_opd.files.safe_open import regular_file
+from async_opd.files.foreign import ForeignPath
 from async_opd.media.decode import opened
 
 DATA_URL = re.compile(r"data:[\w/+.;=-]*?;?base64,")
@@ -140,14 +140,15 @@ class RowImages:
     def _file(self, path: str, most: int) -> bytes:
         if self.folder is None:
             raise ValueError(f"has the image {_short(path)}: name its folder in image_folder")
-        folder = os.path.realpath(self.folder)
-        place = os.path.realpath(os.path.join(folder, path))
-        if not Path(place).is_relative_to(folder):
+        folder = Path(os.path.realpath(self.folder))
+        place = Path(os.path.realpath(folder / path))
+        if not place.is_relative_to(folder):
             message = f"outside of {folder}, and nothing there is opened: set image_folder"
             raise ValueError(f"has the image {_short(path)} {message}")
         try:
-            with open(place, "rb", opener=regular_file) as file:
-                return file.read(most + 1)
+            with ForeignPath(folder, place.relative_to(folder).parts).open("rb") as file:
+                content: bytes = file.read(most + 1)
+                return content
         except OSError as error:
             reason = error.strerror or error
             raise ValueError(f"has the image {_short(path)}: {reason} ({folder})") from error

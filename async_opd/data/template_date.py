@@ -10,7 +10,7 @@ from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.yaml_text import YamlError, load_yaml
-from async_opd.files.safe_open import read_text
+from async_opd.files.foreign import ForeignPath
 from async_opd.models.chat_template import DATED
 from async_opd.models.tokenizer import chat_of
 
@@ -25,19 +25,19 @@ def with_template_date(config: RunConfig, resume: bool = False) -> RunConfig:
     if config.data.template_date is not None or not _reads_date(config):
         return config
     today = date.today().isoformat()
-    file = Path(config.run_dir or "") / "config.yaml"
+    file = ForeignPath(Path(config.run_dir or "")) / "config.yaml"
     found = _recorded(file, today) if resume else today
     data = config.data.model_copy(update={"template_date": found})
     return config.model_copy(update={"data": data})
 
 
-def _recorded(file: Path, default: str) -> str | None:
+def _recorded(file: ForeignPath, default: str) -> str | None:
     """The date in a run's config; ``default`` if the file cannot be read.
 
     The date is then compared with that of the run's checkpoint, as every key is.
     """
     try:
-        value = load_yaml(read_text(file))["data"].get("template_date")
+        value = load_yaml(file.read().decode())["data"].get("template_date")
     except (OSError, ValueError, YamlError, LookupError, TypeError, AttributeError):
         return default
     return value if isinstance(value, str) else None

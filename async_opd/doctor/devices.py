@@ -15,7 +15,10 @@ TOPIC = "devices"
 def devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
     """A line for the device, and one for each pool. ``gpus``: GPUs of this machine."""
     where = "of this machine" if config.cluster.joins is None else "of the cluster's driver"
-    yield Finding(TOPIC, "ok", f"all pools compute on {device}; GPUs {where}: {gpus}")
+    asked = ""
+    if config.cluster.joins is not None and config.cluster.device == "auto":
+        asked = " if the cluster has GPUs, which is asked when engines start"
+    yield Finding(TOPIC, "ok", f"all pools compute on {device}{asked}; GPUs {where}: {gpus}")
     if device == "cpu" and gpus:
         message = f"cluster.device is cpu, and {gpus} GPUs are not used"
         yield Finding(TOPIC, "warning", message, "set cluster.device to auto")

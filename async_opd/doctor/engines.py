@@ -21,7 +21,7 @@ from async_opd.accounting.images import kept
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.models import quantization
 from async_opd.checks.preflight import preflight
-from async_opd.checks.resources import resolve_device
+from async_opd.checks.resources import resolve_device, with_device
 from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import K1Config
@@ -166,7 +166,7 @@ def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
 
 
 def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
-    """What the two syncs proved: trainer and rollout engines on held rows; one update.
+    """Results of the two syncs: trainer and rollout engines on held rows; one update.
 
     ``quantized_by``: the key by which the engines are quantized, which hides outdated weights.
     """
@@ -335,6 +335,9 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     """
     import uvloop
 
+    config, notes = with_device(config)
+    for note in notes:
+        notify(note)
     config = fetched_data(localize(config, where), where)
     inputs = preflight(config, where)
     if inputs.problems:

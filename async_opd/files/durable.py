@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from async_opd.core.written_file import WrittenFile
-from async_opd.files.safe_open import regular_file
+from async_opd.files.foreign import Place, foreign
 
 
 def written_file(path: Path) -> WrittenFile:
@@ -16,9 +17,10 @@ def written_file(path: Path) -> WrittenFile:
     return checksum(path)
 
 
-def checksum(path: Path) -> WrittenFile:
+def checksum(path: Place) -> WrittenFile:
     """Size and SHA-256 of a regular file. OSError."""
-    with open(path, "rb", opener=regular_file) as file:
+    opened: Any = foreign(path).open("rb")
+    with opened as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return WrittenFile(file.tell(), digest)
 

@@ -10,10 +10,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from async_opd.files.safe_open import read_text
+from async_opd.files.foreign import RECORD_BYTES, Place, foreign
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,19 @@ class MetricsRow:
     values: Mapping[str, float]
 
 
-def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+def text_lines(path: Place) -> list[str]:
+    """The lines of a file that grows with a run. OSError."""
+    return foreign(path).read(RECORD_BYTES).decode(errors="replace").splitlines()
+
+
+def json_objects(path: Place) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line that is not empty, and its object; None if it is none. OSError."""
-    for line in read_text(path, errors="replace").splitlines():
-        if line.strip():
-            yield line, json_object(line)
+    return ((line, json_object(line)) for line in text_lines(path) if line.strip())
 
 
-def metrics_rows(path: Path) -> Iterator[tuple[str, MetricsRow | None]]:
+def metrics_rows(path: Place) -> Iterator[tuple[str, MetricsRow | None]]:
     """Each line of a file of metrics, and its row; None if it is no such row. OSError."""
-    for line in read_text(path, errors="replace").splitlines():
-        if line.strip():
-            yield line, metrics_row(line)
+    return ((line, metrics_row(line)) for line in text_lines(path) if line.strip())
 
 
 def json_object(line: str) -> dict[str, Any] | None:

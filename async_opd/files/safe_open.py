@@ -48,17 +48,6 @@ def regular_file(path: str, flags: int) -> int:
     return handle
 
 
-def read_bytes(path: Path) -> bytes:
-    """The contents of a regular file. OSError."""
-    with open(path, "rb", opener=regular_file) as file:
-        return file.read()
-
-
-def read_text(path: Path, errors: str = "strict") -> str:
-    """The contents of a regular file, as UTF-8. OSError, UnicodeDecodeError."""
-    return read_bytes(path).decode(errors=errors)
-
-
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
     """Writes text or bytes to a new file and renames it to ``path``.
 

@@ -64,7 +64,8 @@ class Evaluation:
     its own time and its number of concurrent calls. An answer is correct whose grade is at least
     ``correct_at``. ``record`` keeps the answers under a name and returns how
     many it could not; it blocks: callers use a thread.
-    ``close`` ends the grader's processes.
+    ``close`` ends the grader's processes. ``verified``: data sources whose own verifier grades
+    them; one grader grades all others.
     """
 
     prompts: tuple[Prompt, ...]
@@ -73,6 +74,7 @@ class Evaluation:
     close: Callable[[], None] = lambda: None
     correct_at: float = 1.0
     record: Record = lambda name, result: 0
+    verified: frozenset[str] = frozenset()
 
     @property
     def requests(self) -> int:
@@ -130,9 +132,13 @@ class Evaluation:
         for answer in graded:
             by_source[answer.rollout.prompt.data_source].append(answer)
         metrics: dict[str, float] = {}
-        votes = any(one.grade is not None and one.grade.answer is not None for one in graded)
+        reading = {
+            one.rollout.prompt.data_source in self.verified
+            for one in graded
+            if one.grade is not None and one.grade.answer is not None
+        }  # of the two kinds of graders
         for source, own in by_source.items():
-            found = self._of_source(source, own, votes)
+            found = self._of_source(source, own, votes=(source in self.verified) in reading)
             metrics |= {f"{prefix}/{source}/{key}": value for key, value in found.items()}
         metrics[f"{prefix}/seconds"] = clock() - started
         return EvaluationResult(metrics, tuple(graded))

@@ -14,11 +14,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import chain, zip_longest
 from pathlib import Path
 
 from async_opd.core.errors import StageError
 from async_opd.core.row import Media
+from async_opd.files.foreign import Place, foreign
 from async_opd.files.safe_open import make_folder, write_atomically
 from async_opd.grading.evaluation import Answer, EvaluationResult
 from async_opd.pictures.folder import Thumbnails
@@ -84,11 +86,12 @@ class EvaluationFiles:
         return len(result.answers) - len(lines)
 
     def _make_room(self, newest: Path) -> None:
-        sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
+        there = (path for path in foreign(self.folder).entries() if path.suffix == ".jsonl")
+        sizes = {path: path.stat().st_size for path in there}
         steps = {int(path.stem[5:]): path for path in sizes if re.fullmatch(_STEP, path.stem)}
         for _, path in sorted(steps.items()):
-            if sum(sizes.values()) > self.in_all and path != newest:
-                path.unlink(missing_ok=True)
+            if sum(sizes.values()) > self.in_all and path.name != newest.name:
+                path.remove()
                 del sizes[path]
 
     def _line(self, answer: Answer) -> dict[str, object]:
@@ -120,8 +123,9 @@ def _by_turns(answers: Sequence[Answer]) -> Iterator[Answer]:
     return (one for one in chain.from_iterable(zip_longest(*sources.values())) if one is not None)
 
 
-def forget_others(run_dir: Path, steps: Collection[int]) -> None:
+def forget_others(run_dir: Place, steps: Collection[int]) -> None:
     """Removes the files of evaluations at other steps than ``steps``. OSError."""
-    for path in (run_dir / EVALS).glob("step_*.jsonl"):
-        if path.stem not in {of_step(step) for step in steps}:
-            path.unlink(missing_ok=True)
+    stay = {of_step(step) for step in steps}
+    for path in (foreign(run_dir) / EVALS).entries():
+        if fnmatchcase(path.name, "step_*.jsonl") and path.stem not in stay:
+            path.remove()

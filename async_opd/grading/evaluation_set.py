@@ -23,7 +23,7 @@ from async_opd.data.teacher_prompts import Reader
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_files import EvaluationFiles
 from async_opd.grading.grader_pool import Graders, GraderSpec
-from async_opd.grading.graders import Grade
+from async_opd.grading.graders import Grade, has_verifier
 from async_opd.models.tokenizer import Text
 from async_opd.pictures.folder import Thumbnails
 from async_opd.pictures.shown_text import ShownText
@@ -86,6 +86,7 @@ def evaluation_of(
         graders.close,
         settings.correct_at,
         files.write,
+        frozenset(row.data_source for row in rows.values() if has_verifier(row)),
     )
 
 

@@ -22,7 +22,6 @@ from typing import Any, cast
 
 from async_opd.core.row import Row
 from async_opd.grading.graders import Grade, GradeError, load_grader
-from async_opd.models import torchvision_operators
 from async_opd.processes.parent_death import set_parent_death_signal
 
 LOADED = "loaded"
@@ -35,7 +34,6 @@ MAX_CHARACTERS = 2000
 def main() -> None:
     """Answers that the grader is loaded, or why it is not; then grades."""
     set_parent_death_signal()
-    torchvision_operators.install()
     _bound_memory(int(sys.argv[3]))
     for stream in (sys.stdout, sys.stderr):  # a pipe, whose lines GraderOutput escapes
         cast(TextIOWrapper, stream).reconfigure(

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Context, Decimal
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Self
@@ -20,14 +21,18 @@ from async_opd.core.row import Row, answer_in
 REGEX = "regex"
 THOUSANDS = r"\d{1,3}(?:,\d{3})+(?!\d)"
 NUMBER = re.compile(
-    rf"(?<![\d.])-?(?:(?:{THOUSANDS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?"
+    rf"(?<![\d.])[-+]?(?:(?:{THOUSANDS}|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\d))?"
 )
+MINUS = re.compile(r"\u2212|(?<!\d)\u2013(?=\.?\d)")
+"""Other signs of a negative number. Between two numbers an en dash stands for a range."""
 CURRENCY = re.compile(r"(?<!\d)\\?[$€£](?=\.?\d)")
-MORE = re.compile(r"(?:[-+*/^:,.\u2013]\{?|[eE][-+]?)\d")
-"""Right after a number: it is a part of something else, as in 3/18, 2^10 and 12,50."""
+BEFORE = re.compile(r"(?:\d[-+*/^:,.\u2013]|[\^_]|frac|sqrt|\})\{?$")
+AFTER = re.compile(r"(?:[-+*/^:,.\u2013]\{?|[eE][-+]?)\d")
+"""Right before or after a number that is a part of something else, as in 3/18, 2^10 and 12,50."""
+LETTER = r"[^\W\d_]"
 UNIT = re.compile(
     r"(?:\s|~|\\[ ,;:!]|\\?[%$]|°|\^\{?\\circ\}?|\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?"
-    r"|(?<=\s)[^\W\d_]+|[^\W\d_]{2,})*\.?"
+    rf"|(?<=\s){LETTER}+|/?{LETTER}{{2,}}|(?<={LETTER})[-/]{LETTER}+)*\.?"
 )
 """What may follow the number in a box: white space, signs and words."""
 RETURNS = "a grader must return a number from 0 to 1 for every response"
@@ -192,32 +197,44 @@ def exact(response: str, row: Row) -> Grade:
 def gsm8k(response: str, row: Row) -> Grade:
     """1 if the response gives the same number as the answer.
 
-    That is the first number after the last ``####``, else the number that is in the last box of
-    LaTeX, else the last number. No other one is read where the text after ``####`` or in the box
-    has none, or where that one is a part of something else, as in 3/18. ValueError if the answer
-    of the row has no number.
+    That is the first number after the last ``####``, unless a box of LaTeX comes before it, else
+    the number that is in the last box, else the last number. No other one is read where the text
+    after ``####`` or in the box has none, or where that one is a part of something else, as in
+    3/18. ValueError if the answer of the row gives no number, or only a part.
     """
-    expected, found = _number(str(row.answer)), _number(response)
+    expected = _number(str(row.answer), whole=True)
     if expected is None:
-        raise ValueError(f"the answer {row.answer!r} has no number")
+        raise ValueError(f"the answer {row.answer!r} has no number that stands alone")
+    found = _number(response)
     return Grade(float(found == expected), found)
 
 
-def _number(text: str) -> str | None:
-    """The number that a text gives, in digits of which equal numbers have the same."""
-    text = CURRENCY.sub("", text.replace("\u2212", "-").replace("{,}", ","))
-    if after := answer_in(text, "####"):
-        number = NUMBER.search(after)
-        found = number[0] if number and not MORE.match(after, number.end()) else None
-    elif box := answer_in(text, "boxed"):
-        number = NUMBER.match(box)
-        found = number[0] if number and UNIT.fullmatch(box, number.end()) else None
+def _number(text: str, whole: bool = False) -> str | None:
+    """The number that a text gives, in digits of which equal numbers have the same.
+
+    ``whole``: it is not a part of something else, where it is the last number of the text either.
+    """
+    text = CURRENCY.sub("", MINUS.sub("-", text.replace("{,}", ",")))
+    after = answer_in(text, "####")
+    box = answer_in(after or text, "boxed")
+    if box and not (after and NUMBER.match(after)):
+        found = NUMBER.match(box)
+        taken = found is not None and UNIT.fullmatch(box, found.end()) is not None
     else:
-        found = next(reversed(NUMBER.findall(text)), None)
-    if found is None:
+        place = after or text
+        numbers = list(NUMBER.finditer(place))
+        found = numbers[0 if after else -1] if numbers else None
+        taken = not (after or whole) or (found is not None and _is_whole(found))
+    if found is None or not taken:
         return None
-    value = Decimal(found.replace(",", ""))
-    return f"{Context(prec=len(found)).normalize(value) or Decimal(0):f}"
+    value = Decimal(found[0].replace(",", ""))
+    return f"{Context(prec=len(found[0])).normalize(value) or Decimal(0):f}"
+
+
+def _is_whole(number: re.Match[str]) -> bool:
+    """Whether a number is not a part of something else."""
+    before = BEFORE.search(number.string, 0, number.start())
+    return not (before or AFTER.match(number.string, number.end()))
 
 
 def matched(pattern: re.Pattern[str], response: str, row: Row) -> Grade:
@@ -247,7 +264,17 @@ def math_verify(response: str, row: Row) -> Grade:
         raise ValueError(f"the answer {row.answer!r} cannot be read as mathematics")
     found = parse(response, parsing_timeout=None)
     score = float(verify(gold, found, timeout_seconds=None))
-    return Grade(score, str(found[0]) if found else None)
+    return Grade(score, _spelled(found[0]) if found else None)
+
+
+def _spelled(value: Any) -> str:
+    """A value of sympy as text, of which equal numbers have the same: 72.0 is 72, 50 % is 1/2."""
+    from sympy import nsimplify
+
+    if getattr(value, "is_number", False):
+        with suppress(ValueError):  # of an integer with more digits than Python writes
+            return str(nsimplify(value.doit(), rational=True))
+    return str(value)
 
 
 def reasoning_gym(response: str, row: Row) -> Grade:

@@ -10,7 +10,7 @@ from typing import Any
 
 from async_opd.config.yaml_text import YamlError
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.files.safe_open import read_text
+from async_opd.files.foreign import foreign
 from async_opd.importing import asyncopd, nemo_rl, prime_rl, trl, verl
 from async_opd.importing.draft import Draft, flat
 from async_opd.importing.entries import Table
@@ -105,7 +105,7 @@ def _parse(path: Path) -> Parsed:
         return Parsed(
             keys, [f"its parent {one} is not there: its values are not here" for one in missing]
         )
-    text = read_text(path)
+    text = foreign(path).read().decode()
     if path.suffix == ".toml":
         return Parsed(flat(tomllib.loads(text)))
     if path.suffix == ".py":

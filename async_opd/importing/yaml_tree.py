@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.yaml_text import YamlError, load_yaml
-from async_opd.files.safe_open import read_text
+from async_opd.files.foreign import foreign
 from async_opd.importing.draft import flat
 
 REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
@@ -32,7 +32,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _with_parents(path: Path, depth: int) -> tuple[dict[str, Any], list[str]]:
-    tree = load_yaml(read_text(path))
+    tree = load_yaml(foreign(path).read().decode())
     if not isinstance(tree, dict):
         return {}, []
     parent = tree.get("defaults")

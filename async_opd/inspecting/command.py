@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_opd.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from async_opd.files.foreign import Place
     from async_opd.inspecting.view import View
     from async_opd.report.recorded_run import RecordedRun
 
@@ -50,7 +50,7 @@ def _inspect(given: argparse.Namespace) -> int:
         return _inspect_in(folder, given)
 
 
-def _inspect_in(folder: Path, given: argparse.Namespace) -> int:
+def _inspect_in(folder: Place, given: argparse.Namespace) -> int:
     from async_opd.inspecting.view import View
     from async_opd.microscope.folder import MICROSCOPE, files, unreadable
     from async_opd.report.recorded_run import read_recorded_run

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from async_opd.files.safe_open import read_text, write_atomically
+from async_opd.files.foreign import Place, foreign
+from async_opd.files.safe_open import write_atomically
 from async_opd.observability.sinks import Sink, Summary
 
 LIVE_FILE = "live.json"
@@ -101,10 +102,10 @@ class LiveFile(Sink):
                 self._failure = error
 
 
-def read_live(folder: Path) -> LiveRun | None:
+def read_live(folder: Place) -> LiveRun | None:
     """The live file of a run directory; None without one, or if it is damaged."""
     try:
-        content = json.loads(read_text(folder / LIVE_FILE))
+        content = json.loads((foreign(folder) / LIVE_FILE).read())
         return LiveRun(
             pid=int(content["pid"]),
             host=str(content["host"]),

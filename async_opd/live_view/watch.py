@@ -19,6 +19,7 @@ from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
+from async_opd.files.foreign import foreign
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.live_view.console import LiveConsole, PlainConsole, open_console, print_end
 from async_opd.live_view.display import Display
@@ -91,7 +92,7 @@ class Watch:
 
     def _config(self, wait_s: float) -> RunConfig:
         """The run's config. ConfigError if no run has begun within the time."""
-        file, since = self.folder / "config.yaml", self.clock()
+        file, since = foreign(self.folder) / "config.yaml", self.clock()
         if not file.exists() and wait_s > 0:
             print(on_one_line(f"waiting for a run in {self.folder}, {wait_s:g} s at most"))
         while not file.exists():

@@ -181,7 +181,7 @@ def _pinned(config: RunConfig, size: ModelSize, nbytes: int) -> int:
 
 
 def _received(config: RunConfig, machine: Machine) -> Terms:
-    """What a worker of a student's engine has received in host memory, and not loaded yet.
+    """Bytes that a worker of a student's engine has received in host memory, and not loaded yet.
 
     On a CPU all that is sent. On a GPU one chunk, the copies of its tensors, and tensors before it
     of a layer that is not complete: a bound. NCCL sends to GPUs; shared memory is the trainer's,
@@ -249,7 +249,7 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
         return PoolMemory("train", ranks, {}, terms | host, first)
     first["snapshot"] = _pinned(config, step.size, sent)
     away, exact = step.on_host, frozenset[str]()
-    if config.rollout.host == "train":  # between two steps: there are no gradients
+    if config.rollout.host == "train":  # between two steps: no gradients exist
         away = frozenset({"parameters", "moments"})
     elif config.train.offload == "parameters":
         exact = frozenset({"moments"})
@@ -310,18 +310,22 @@ def communicators(config: RunConfig, name: str, machine: Machine) -> int:
         among = 1 + 2 * (train.replicate > 1) + (train.context_parallel > 1)
         return among * (train.ranks > 1) + groups * synced
     pool, model = engine_section(config, name)
-    workers = 1 + (machine.sizes(model).experts > 0)
-    return workers * (pool.tensor_parallel > 1) + (synced and name in ("rollout", EVAL))
+    several = synced and name in ("rollout", EVAL)
+    if pool.tensor_parallel == 1:
+        return int(several)
+    return 1 + (machine.sizes(model).experts > 0) + several
 
 
 def _load(config: RunConfig, name: str, machine: Machine) -> int:
     """Bytes of a load of new weights: of the student's engines, and of teachers that follow it."""
+    teacher = None if name in ("rollout", EVAL) else name.removeprefix("teachers.")
+    if teacher is not None and teacher not in config.refreshes:
+        return 0
     pool, model = engine_section(config, name)
     size, dtype = machine.sizes(model), engine_dtype(pool.engine, machine.device)
     itemsize, on_gpu = (4 if dtype == "float32" else 2), config.sync_backend not in THROUGH_HOST
-    if name not in ("rollout", EVAL):
-        loads = name.removeprefix("teachers.") in config.refreshes
-        return reload_bytes(size, itemsize, pool.tensor_parallel, None) if loads else 0
+    if teacher is not None:
+        return reload_bytes(size, itemsize, pool.tensor_parallel, None)
     lora = config.train.lora
     if lora is not None and lora.sync == "adapter":  # buffers, and their tensors
         return 2 * _snapshot(config, step_of(config, machine), machine.device) if on_gpu else 0

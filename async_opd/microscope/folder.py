@@ -18,7 +18,8 @@ from itertools import groupby
 from pathlib import Path
 
 from async_opd.core.uid import Uid
-from async_opd.files.safe_open import make_folder, read_bytes, write_atomically
+from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
+from async_opd.files.safe_open import make_folder, write_atomically
 from async_opd.microscope.record import RecordError, SampleRecord, from_bytes, joined, to_bytes
 
 MICROSCOPE = "microscope"
@@ -32,13 +33,13 @@ def is_recorded(uid: Uid, seed: int, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The files of a folder by (step, rank), in this order; none without a folder."""
-    found = ((_FILE.fullmatch(path.name), path) for path in folder.glob("step_*.npz"))
+def files(folder: Place) -> dict[tuple[int, int], ForeignPath]:
+    """The files of a folder by (step, rank), in this order; none without a folder. OSError."""
+    found = ((_FILE.fullmatch(path.name), path) for path in foreign(folder).entries())
     return dict(sorted(((int(name[1]), int(name[2])), path) for name, path in found if name))
 
 
-def records(run_dir: Path, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
+def records(run_dir: Place, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
     """The recorded samples of a run, or of some of its steps, in the order of steps.
 
     A file that cannot be read is left out, and so is a sample of which some tokens are not there
@@ -47,11 +48,11 @@ def records(run_dir: Path, steps: Sequence[int] | None = None) -> Iterator[Sampl
     return (one for one in _joined(run_dir, steps) if len(one) == one.response_tokens)
 
 
-def unreadable(run_dir: Path) -> Iterator[str]:
+def unreadable(run_dir: Place) -> Iterator[str]:
     """Each file that cannot be read, and why; each step with samples that are not complete."""
-    for path in files(run_dir / MICROSCOPE).values():
+    for path in files(foreign(run_dir) / MICROSCOPE).values():
         try:
-            from_bytes(read_bytes(path))
+            from_bytes(path.read(RECORD_BYTES))
         except (RecordError, OSError) as error:
             yield f"{path.name}: {error}"
     partial = [one for one in _joined(run_dir) if len(one) != one.response_tokens]
@@ -63,28 +64,28 @@ def unreadable(run_dir: Path) -> Iterator[str]:
         )
 
 
-def _joined(run_dir: Path, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
+def _joined(run_dir: Place, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
     """The samples of readable files, each with the shares of all ranks that are there."""
-    by_step: defaultdict[int, list[Path]] = defaultdict(list)
-    for (step, _), path in files(run_dir / MICROSCOPE).items():
+    by_step: defaultdict[int, list[ForeignPath]] = defaultdict(list)
+    for (step, _), path in files(foreign(run_dir) / MICROSCOPE).items():
         if steps is None or step in steps:
             by_step[step].append(path)
     for paths in by_step.values():
         shares: defaultdict[str, list[SampleRecord]] = defaultdict(list)
         for path in paths:
             try:
-                for one in from_bytes(read_bytes(path)):
+                for one in from_bytes(path.read(RECORD_BYTES)):
                     shares[one.uid].append(one)
             except (RecordError, OSError):
                 continue
         yield from map(joined, shares.values())
 
 
-def forget_after(run_dir: Path, step: int) -> None:
+def forget_after(run_dir: Place, step: int) -> None:
     """Removes the records of later steps, which a rewound run computes again. OSError."""
-    for (found, _), path in files(run_dir / MICROSCOPE).items():
+    for (found, _), path in files(foreign(run_dir) / MICROSCOPE).items():
         if found > step:
-            path.unlink(missing_ok=True)
+            path.remove()
 
 
 @dataclass
@@ -145,9 +146,9 @@ def _begun(samples: Sequence[SampleRecord]) -> int:
     return sum(bool(len(one)) and int(one["position"][0]) == 0 for one in samples)
 
 
-def _samples(path: Path) -> int:
+def _samples(path: ForeignPath) -> int:
     try:
-        return _begun(from_bytes(read_bytes(path)))
+        return _begun(from_bytes(path.read(RECORD_BYTES)))
     except RecordError:
         return 0
 

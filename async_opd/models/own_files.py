@@ -7,9 +7,10 @@ become part of the trained model, which people publish. The files of the hub's c
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterator
 from pathlib import Path
+
+from async_opd.files.foreign import ForeignPath
 
 WEIGHTS = (
     "*.safetensors",
@@ -27,10 +28,10 @@ HIDDEN = ".*"
 TEMPLATES = "additional_chat_templates"
 
 
-def own_file(file: Path, model: Path) -> Path | None:
-    """The real path of a regular file that is the model's own; None for any other."""
-    real = Path(os.path.realpath(file))
-    return real if real.is_file() and _inside(real, model) else None
+def own_file(file: Path, model: Path) -> ForeignPath | None:
+    """A regular file that is the model's own; None for any other."""
+    own = ForeignPath(model, file.relative_to(model).parts, own_links=True)
+    return own if _leads_to(own) and own.is_file() else None
 
 
 def texts(model: Path) -> Iterator[Path]:
@@ -45,7 +46,7 @@ def texts(model: Path) -> Iterator[Path]:
 def foreign_templates(model: Path) -> Path | None:
     """The folder of templates, if it is a link to a place outside of the model."""
     folder = model / TEMPLATES
-    inside = _inside(Path(os.path.realpath(folder)), model)
+    inside = _leads_to(ForeignPath(model, (TEMPLATES,), own_links=True))
     return None if inside or not folder.is_dir() else folder
 
 
@@ -61,17 +62,10 @@ def _entries(folder: Path) -> list[Path]:
     return [one for one in sorted(folder.iterdir()) if not any(map(one.match, excluded))]
 
 
-def _inside(real: Path, model: Path) -> bool:
-    """Whether a real path is below the model without a hidden part, or below its blobs."""
-    home = Path(os.path.realpath(model))
-    if real.is_relative_to(home):
-        return not any(part.startswith(".") for part in real.relative_to(home).parts)
-    return any(real.is_relative_to(blobs) for blobs in _blobs(home))
-
-
-def _blobs(home: Path) -> Iterator[Path]:
-    """Folders that ``models--<owner>--<name>/snapshots/<commit>`` may link to: ``…/blobs``."""
-    for folder in (home, *home.parents):
-        repository = folder.parent.parent
-        if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
-            yield repository / "blobs"
+def _leads_to(place: ForeignPath) -> bool:
+    """Whether the links on the way to a place are the model's own, or there is none."""
+    try:
+        place.exists()
+    except OSError:
+        return False
+    return True

@@ -39,7 +39,7 @@ class Sink(Protocol):
 
     required: ClassVar[bool] = False
     longest_s: float = math.inf
-    """Seconds that ``start`` and ``close`` may each take; ``inf`` is no bound."""
+    """Seconds that ``start`` and ``close`` may each take; ``inf`` means without a bound."""
 
     @property
     def name(self) -> str:

@@ -213,7 +213,7 @@ def _wandb_table(found: SampleTable) -> wandb.Table:
     titles = ["image"] if most == 1 else [f"image {number + 1}" for number in range(most)]
     data: list[list[Any]] = []
     for row, files in zip_longest(found.rows, found.images, fillvalue=()):
-        pictures = [None if file is None else wandb.Image(str(file)) for file in files]
+        pictures = [None if file is None else wandb.Image(str(file.as_path())) for file in files]
         data.append([*row, *pictures, *[None] * (most - len(files))])
     return wandb.Table(columns=[*found.columns, *titles], data=data)
 

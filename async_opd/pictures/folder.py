@@ -15,7 +15,8 @@ from io import BytesIO
 from pathlib import Path
 
 from async_opd.core.row import Media
-from async_opd.files.safe_open import make_folder, read_bytes, write_atomically
+from async_opd.files.foreign import ForeignPath, Place, foreign
+from async_opd.files.safe_open import make_folder, write_atomically
 from async_opd.media.decode import decode
 from async_opd.processes.background import BackgroundWorker
 
@@ -49,22 +50,25 @@ def thumbnail(encoded: bytes) -> tuple[str, bytes]:
     return "jpeg", file.getvalue()
 
 
-def thumbnail_file(run_dir: Path, sha256: str) -> Path | None:
-    """The file of an image's thumbnail; None for a hash without one, and for what is no hash."""
+def thumbnail_file(run_dir: Place, sha256: str) -> ForeignPath | None:
+    """The file of an image's thumbnail; None for a hash without one, and for what is no hash.
+
+    OSError if ``media/`` is a link.
+    """
     if not _SHA256.fullmatch(sha256):
         return None
-    found = (run_dir / MEDIA / f"{sha256}.{suffix}" for suffix in _SIGNATURES)
-    return next((path for path in found if path.is_file() and not path.is_symlink()), None)
+    found = (foreign(run_dir) / MEDIA / f"{sha256}.{suffix}" for suffix in _SIGNATURES)
+    return next((path for path in found if path.is_file()), None)
 
 
-def read_thumbnail(run_dir: Path, sha256: str) -> tuple[str, bytes] | None:
+def read_thumbnail(run_dir: Place, sha256: str) -> tuple[str, bytes] | None:
     """The kind (``png``, ``jpeg``) and the bytes of a thumbnail; None if there is none to show."""
-    path = thumbnail_file(run_dir, sha256)
-    if path is None:
-        return None
     try:
-        content = read_bytes(path) if path.stat().st_size <= MOST_BYTES else b""
+        path = thumbnail_file(run_dir, sha256)
+        content = b"" if path is None else path.read(MOST_BYTES)
     except OSError:
+        return None
+    if path is None:
         return None
     kind = path.suffix[1:]
     return (kind, content) if content.startswith(_SIGNATURES[kind]) else None
@@ -128,10 +132,10 @@ class Thumbnails:
         return found
 
     def _keep(self, sha256: str, encoded: bytes | None, most: float) -> None:
-        kept = self._there()
-        if sha256 in kept or (sha256 in self._left_out and sum(kept.values()) >= most):
-            return
         try:
+            kept = self._there()
+            if sha256 in kept or (sha256 in self._left_out and sum(kept.values()) >= most):
+                return
             if encoded is None:
                 raise LookupError("its bytes were not at hand")
             suffix, content = thumbnail(encoded)
@@ -155,7 +159,8 @@ class Thumbnails:
     def _there(self) -> dict[str, int]:
         """Bytes of the thumbnails by hash; those of an earlier process are there."""
         if self._kept is None:
-            found = [path for path in self._folder.glob("*.*") if path.suffix[1:] in _SIGNATURES]
+            there = foreign(self._folder).entries()
+            found = [path for path in there if path.suffix[1:] in _SIGNATURES]
             self._kept = {path.stem: path.stat().st_size for path in found}
         return self._kept
 

@@ -38,11 +38,6 @@ class RecordedPrompts:
         self._notify = notify
 
     @property
-    def cursor(self) -> int:
-        """Prompts taken so far."""
-        return self._prompts.cursor
-
-    @property
     def metrics(self) -> dict[str, float]:
         """Those of the stream and of the thumbnails, which evaluations may have written too.
 

@@ -13,6 +13,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import PlanConfig
 from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import escaped, on_one_line
+from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
 from async_opd.plan.advice import Advice, advise, current
 from async_opd.plan.chart import draw_charts
@@ -65,10 +66,11 @@ def _config(file: str, overrides: Sequence[str]) -> Source:
 def _run(run_dir: Path, overrides: Sequence[str]) -> Source:
     """The config of a run, with overrides if given, and the run's measured speeds."""
     run = read_run(run_dir)
-    where = str(run_dir / "config.yaml")
-    config = load_config(where, overrides)
+    file = foreign(run_dir) / "config.yaml"
+    config = load_config(file, overrides)
     same = config == run.config
-    return Source(config, run.plan, run.measured if same else None, where, run_dir / "plan.svg")
+    measured = run.measured if same else None
+    return Source(config, run.plan, measured, str(file), run_dir / "plan.svg")
 
 
 def _document(

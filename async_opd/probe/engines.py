@@ -18,7 +18,7 @@ from typing import Any
 from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import preflight
-from async_opd.checks.resources import resolve_device
+from async_opd.checks.resources import resolve_device, with_device
 from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
@@ -166,6 +166,9 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
     """
     import uvloop
 
+    config, notes = with_device(config)
+    for note in notes:
+        notify(note)
     config = fetched_data(localize(config, where), where)
     inputs = preflight(config, where)
     problems = inputs.problems or check_endpoints(

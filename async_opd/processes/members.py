@@ -97,8 +97,8 @@ class Policy(Generic[T]):
 
     ``needed`` members at least must be left: fewer end ``MemberSet.run`` with the last failure.
 
-    ``start_s`` is how long a rebuild may take at most, which is said while it is waited for;
-    ``took_s`` how long the last start of a member took, if that is known.
+    ``start_s`` is the bound of a rebuild in the lines of ``waits``. ``took_s`` returns how long the
+    last start of a member took, if that is known.
     """
 
     supervision: SupervisionConfig
@@ -244,7 +244,10 @@ class MemberSet(Generic[T]):
 
         Raises its last failure if fewer are left then than are needed.
         """
-        with self.waits.on(f"{member.name} to serve again", self.policy.start_s, " a try"):
+        bound = (self.policy.patience_s, "")
+        if self.policy.rebuild is not None:
+            bound = (self.policy.start_s, " a try")
+        with self.waits.on(f"{member.name} to serve again", *bound):
             await self._mended(member)
 
     async def _mended(self, member: Member[T]) -> None:

@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from secrets import randbits
 
 from async_opd.core.batch import Batch
 from async_opd.core.lease import Lease
-from async_opd.processes.numbers import Numbers
 from async_opd.waiting.deadline import Cancellable, Timer
 
 
@@ -29,7 +29,7 @@ class LeaseEntry:
 
 
 class LeaseTable:
-    """Leases by number. A queue that is restarted repeats none."""
+    """Leases by number. A queue that is restarted repeats none: they begin at a random one."""
 
     def __init__(self, lease_s: float, timer: Timer, expired: Callable[[LeaseEntry], None]) -> None:
         """``expired`` is called with an entry that was not renewed for ``lease_s``."""
@@ -38,7 +38,7 @@ class LeaseTable:
         self._expired = expired
         self._leases: dict[int, LeaseEntry] = {}
         self._samples = 0
-        self._numbers = Numbers()
+        self._first = self._next = randbits(62)  # the clock of a dead process may have been ahead
 
     def __len__(self) -> int:
         """Samples that are leased."""
@@ -46,7 +46,8 @@ class LeaseTable:
 
     def grant(self, batches: tuple[Batch, ...], consumer: str) -> Lease:
         """Leases the batches to the consumer; the lease's time begins."""
-        lease = Lease(self._numbers.take(), batches)
+        lease = Lease(self._next, batches)
+        self._next += 1
         self._leases[lease.id] = LeaseEntry(
             lease, consumer, time.monotonic(), self._started(lease.id)
         )
@@ -77,7 +78,7 @@ class LeaseTable:
 
     def predates_restart(self, lease_id: int) -> bool:
         """Whether a queue process that has died granted it, before this one started."""
-        return lease_id not in self._numbers
+        return not self._first <= lease_id < self._next
 
     def of(self, consumer: str) -> list[Lease]:
         """The leases of a consumer, in the order in which they were granted."""

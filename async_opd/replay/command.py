@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_opd.config.overrides import add_trust
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
 from async_opd.processes.output import write_stderr
@@ -52,6 +53,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run with log.replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the training step")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_trust(parser, "the run directory names")
     parser.set_defaults(command=_replay)
 
 
@@ -61,7 +63,7 @@ def _replay(given: argparse.Namespace) -> int:
     from async_opd.config.secrets import Redactor
     from async_opd.replay.kept_run import replay_plan
 
-    plan = replay_plan(Path(given.run_dir), given.step)
+    plan = replay_plan(Path(given.run_dir), given.step, given.trust_remote_code)
     given.redacted = Redactor(plan.config.model_dump(mode="json", by_alias=True))
     outcome: Outcome = uvloop.run(replay(plan, given.run_dir))
     if given.json:
@@ -75,12 +77,14 @@ def _replay(given: argparse.Namespace) -> int:
 
 async def replay(plan: ReplayPlan, where: str) -> Outcome:
     """Computes the plan's steps until one differs. ConfigError if this machine is another one."""
-    from async_opd.checks.resources import resolve_device
+    from async_opd.checks.resources import resolve_device, with_device
     from async_opd.cluster.launch import launch_replayer
     from async_opd.replay.comparison import platform_faults
 
     started = time.monotonic()
-    config = _alone(plan)
+    config, notes = with_device(_alone(plan))
+    for note in notes:
+        _say(note)
     async with launch_replayer(config, device=resolve_device(config), notify=_say) as replayer:
         folder = None if plan.folder is None else str(plan.folder.absolute())
         here = await replayer.start(folder)

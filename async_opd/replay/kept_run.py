@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from async_opd.checkpoint.store import FOLDER, Checkpoints, load
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
-from async_opd.files.kept_steps import KEPT, KeptFile, kept_files
+from async_opd.files.foreign import ForeignPath, foreign
+from async_opd.files.kept_steps import KeptFile, kept_files
 from async_opd.files.run_format import refuse_other_formats
+from async_opd.given_run import given_config
 
 if TYPE_CHECKING:
     from trainer.replay.kept_step import Record
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class KeptRecords:
     """A step's files, and what they say, in the order of ranks."""
 
-    paths: tuple[str, ...]
+    paths: tuple[ForeignPath, ...]
     records: tuple[Record, ...]
 
 
@@ -47,11 +47,14 @@ class ReplayPlan:
     steps: tuple[KeptRecords, ...]
 
 
-def replay_plan(run_dir: Path, step: int) -> ReplayPlan:
-    """How a step is computed again. ConfigError with the reason if it cannot be; OSError."""
+def replay_plan(run_dir: Path, step: int, trusted: bool = False) -> ReplayPlan:
+    """How a step is computed again. ConfigError with the reason if it cannot be; OSError.
+
+    ``trusted``: code that the run directory names may run.
+    """
     refuse_other_formats(run_dir)
     files: defaultdict[int, list[KeptFile]] = defaultdict(list)
-    for file in kept_files(run_dir / KEPT):
+    for file in kept_files(run_dir):
         files[file.step].append(file)
     if step not in files:
         raise _not_kept(run_dir, step, sorted(files))
@@ -67,7 +70,7 @@ def replay_plan(run_dir: Path, step: int) -> ReplayPlan:
         why = "log.replay_gib was exceeded, or they were not written: run.log says so"
         raise _refused(run_dir, f"{cause} kept", f"name another step; {why}")
     steps = tuple(_read(files[one]) for one in wanted)
-    config = _config(run_dir, steps)
+    config = _config(run_dir, steps, trusted)
     if folder is None and config.cold_start is not None:
         raise _refused(run_dir, "the checkpoint after the cold start is not there", "")
     return ReplayPlan(config, start, folder, steps)
@@ -94,22 +97,18 @@ def _read(files: Sequence[KeptFile]) -> KeptRecords:
         raise ConfigError([Problem("replay", "", error.cause, error.remedy)]) from error
     first, path = records[0].result, files[0].path
     if any((one.result.step, one.result.part) != (first.step, first.part) for one in records):
-        raise _refused(path.parent, f"the files of step {first.step} are of several runs", "")
-    return KeptRecords(tuple(str(file.path) for file in files), records)
+        raise _refused(str(path.parent), f"the files of step {first.step} are of several runs", "")
+    return KeptRecords(tuple(file.path for file in files), records)
 
 
-def _config(run_dir: Path, steps: Sequence[KeptRecords]) -> RunConfig:
-    """The config of all steps. ConfigError if it changed between them."""
+def _config(run_dir: Path, steps: Sequence[KeptRecords], trusted: bool) -> RunConfig:
+    """The config of all steps. ConfigError if it changed between them, or may not be used."""
     trees = [step.records[0].config for step in steps]
     changed = sorted({key for tree in trees for key in tree if tree[key] != trees[-1].get(key)})
     if changed:
         cause = f"the run was resumed with other settings of {', '.join(changed)} in between"
         raise _refused(run_dir, cause, "name a step before or a later one")
-    try:
-        return RunConfig.model_validate(trees[-1])
-    except ValidationError as error:
-        cause = f"its config is not one of this version: {error.error_count()} faults"
-        raise _refused(run_dir, cause, "use the version that made the run") from None
+    return given_config(run_dir, trusted, trees[-1], replayed=True)
 
 
 def _complete(files: Sequence[KeptFile]) -> bool:
@@ -119,12 +118,12 @@ def _complete(files: Sequence[KeptFile]) -> bool:
 def _not_kept(run_dir: Path, step: int, kept: Sequence[int]) -> ConfigError:
     if kept:
         return _refused(run_dir, f"the batch of step {step} is not kept", f"one of {_said(kept)}")
-    if not load_config(run_dir / "config.yaml").log.replay:
+    if not load_config(foreign(run_dir) / "config.yaml").log.replay:
         return _refused(run_dir, "log.replay was off: no batches are kept", "set log.replay: true")
     return _refused(run_dir, "it has no kept batches yet", "wait for a step")
 
 
-def _refused(run_dir: Path, cause: str, remedy: str) -> ConfigError:
+def _refused(run_dir: Path | str, cause: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(str(run_dir), "--step", cause, remedy)])
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from async_opd.config.overrides import add_overrides
 
 if TYPE_CHECKING:
+    from async_opd.files.foreign import Place
     from async_opd.report.recorded_run import RecordedRun
 
 REPORT = """\
@@ -53,12 +54,12 @@ def _report(arguments: argparse.Namespace) -> int:
     from async_opd.config.paths import is_url
 
     with run_at(arguments.run_dir) as folder:
-        beside = Path() if is_url(arguments.run_dir) else folder
+        beside = Path() if is_url(arguments.run_dir) else folder.root
         file = Path(arguments.out) if arguments.out else beside / "report.html"
         return _report_of(folder, file, arguments)
 
 
-def _report_of(folder: Path, file: Path, arguments: argparse.Namespace) -> int:
+def _report_of(folder: Place, file: Path, arguments: argparse.Namespace) -> int:
     from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
     from async_opd.report.forecast import forecast

@@ -23,8 +23,9 @@ NO_DIFFERENCE = ("run_dir", "plan", "report")
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
     """A name for each run: that of its directory, with more of its path where two are the same."""
-    for depth in range(1, max(len(run.folder.parts) for run in runs) + 1):
-        found = ["/".join(run.folder.parts[-depth:]) for run in runs]
+    parts = [str(run.folder).split("/") for run in runs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(one[-depth:]) for one in parts]
         if len(set(found)) == len(found):
             return found
     return [f"{index}: {run.folder}" for index, run in enumerate(runs, 1)]

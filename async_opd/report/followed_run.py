@@ -6,12 +6,10 @@ again from the first one.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
+from async_opd.files.foreign import Place, foreign
 from async_opd.files.json_lines import MetricsRow, metrics_row
-from async_opd.files.safe_open import regular_file
 from async_opd.observability.run_log import METRICS, RUN_LOG
 from async_opd.report.recorded_run import Message, messages
 
@@ -38,9 +36,9 @@ class News:
 class FollowedRun:
     """Remembers how far the files of a run directory were read."""
 
-    def __init__(self, folder: Path) -> None:
-        self._metrics = FollowedLines(folder / METRICS)
-        self._log = FollowedLines(folder / RUN_LOG)
+    def __init__(self, folder: Place) -> None:
+        self._metrics = FollowedLines(foreign(folder) / METRICS)
+        self._log = FollowedLines(foreign(folder) / RUN_LOG)
 
     def look(self) -> News:
         """What is new; at most ``READ_BYTES`` of each file. OSError if one cannot be read."""
@@ -53,15 +51,15 @@ class FollowedRun:
 class FollowedLines:
     """The complete lines of a file that another process appends to, cuts or replaces."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Place) -> None:
+        self._path = foreign(path)
         self._at = 0
         self._end = b""  # the last bytes that were read, in front of ``_at``
 
     def read(self) -> tuple[bool, list[str]]:
         """Whether the lines read before are no longer there, and the next ones. OSError."""
         try:
-            file = os.fdopen(regular_file(str(self._path), os.O_RDONLY), "rb")
+            file = self._path.open("rb")
         except FileNotFoundError:
             again, self._at, self._end = self._at > 0, 0, b""
             return again, []

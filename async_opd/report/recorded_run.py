@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -27,9 +26,9 @@ from async_opd.accounting.roll_backs import RollBack, read_roll_backs
 from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
+from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.json_lines import MetricsRow, json_object, json_objects, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
-from async_opd.files.safe_open import read_text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.sinks import Status, Summary
 from async_opd.observability.trace import TRACE
@@ -71,7 +70,7 @@ class RecordedRun:
     ``left_out`` are keys of an older version's config that this version cannot read.
     """
 
-    folder: Path
+    folder: ForeignPath
     config: RunConfig
     rows: tuple[MetricsRow, ...]
     messages: tuple[Message, ...]
@@ -119,11 +118,12 @@ class RecordedRun:
         return audit(self.folder)
 
 
-def read_recorded_run(folder: Path, overrides: Sequence[str] = ()) -> RecordedRun:
+def read_recorded_run(place: Place, overrides: Sequence[str] = ()) -> RecordedRun:
     """Reads a run directory, with overrides of its config.
 
     ConfigError if it is none, or one of another format, or a config that is not valid; OSError.
     """
+    folder = foreign(place)
     refuse_other_formats(folder)
     config, left_out = load_recorded_config(folder / "config.yaml", overrides)
     metrics = folder / METRICS
@@ -147,8 +147,10 @@ def left_out(problem: Problem) -> str:
     )
 
 
-def _lines(path: Path) -> list[str]:
-    return read_text(path, errors="replace").split("\n") if path.exists() else []
+def _lines(path: ForeignPath) -> list[str]:
+    if not path.exists():
+        return []
+    return path.read(RECORD_BYTES).decode(errors="replace").split("\n")
 
 
 def messages(lines: Iterable[str]) -> Iterator[Message]:
@@ -181,16 +183,16 @@ def _moment(text: str) -> float:
         return 0.0
 
 
-def read_summary(folder: Path) -> Summary | None:
+def read_summary(folder: Place) -> Summary | None:
     """``summary.json``; None without one, or if it is no summary."""
     try:
-        content: dict[str, Any] = dict(json.loads(read_text(folder / SUMMARY)))
+        content: dict[str, Any] = dict(json.loads((foreign(folder) / SUMMARY).read()))
         return Summary(
             status=_STATUS.validate_python(content["status"]),
             error=content.get("error"),
             steps=int(content.get("steps", 0)),
             seconds=float(content["seconds"]),
-            run_dir=folder,
+            run_dir=foreign(folder).root,
             metrics=_numbers(content),
         )
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -206,7 +208,7 @@ def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _dead_letters(path: Path) -> Iterator[RecordedDeadLetter]:
+def _dead_letters(path: ForeignPath) -> Iterator[RecordedDeadLetter]:
     for _, entry in json_objects(path) if path.exists() else ():
         try:
             yield RecordedDeadLetter(**entry)  # type: ignore[arg-type]

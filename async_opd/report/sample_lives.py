@@ -14,13 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
 from async_opd.core.reports import LEASE
-from async_opd.files.safe_open import regular_file
+from async_opd.files.foreign import Place, foreign
 from async_opd.observability.trace_events import ADMISSION, ADMIT, GRADE, SLICELESS
 
 WORK, WAIT = "work", "waiting"
@@ -67,16 +66,16 @@ class Life:
         return sum(end - start for part, start, end in self.parts if part == name)
 
 
-def read_lives(path: Path) -> Iterator[Life]:
+def read_lives(path: Place) -> Iterator[Life]:
     """The lives of a trace, in the order in which the samples were trained; none without a file.
 
     What a kill, a restart or an older version left without one of its moments is left out.
     """
-    if not path.exists():
+    if not foreign(path).exists():
         return
     threads: dict[tuple[Any, Any], str] = {}
     pauses: defaultdict[str, list[Span]] = defaultdict(list)
-    with open(path, encoding="utf-8", errors="replace", opener=regular_file) as file:
+    with foreign(path).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if not any(word in line for word in _WORDS):
                 continue

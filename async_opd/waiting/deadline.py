@@ -54,10 +54,10 @@ class Bound:
             self._begin(self._seconds)
         return self._timeout
 
-    async def __aexit__(self, *error: Any) -> bool | None:
+    async def __aexit__(self, *error: Any) -> None:
         if self._handle is not None:
             self._handle.cancel()
-        return await self._timeout.__aexit__(*error)
+        await self._timeout.__aexit__(*error)
 
     def _begin(self, seconds: float) -> None:
         self._due = asyncio.get_running_loop().time() + seconds

@@ -75,7 +75,7 @@ class ReadingThread:
             except TimeoutError as error:
                 if done.done() or self._progress() != before:
                     continue
-                cause = f"nothing was read of {self._what} for {self._quiet_s:g} s"
+                cause = f"{self._what} did not come for {self._quiet_s:g} s"
                 remedy = (
                     "see whether the source answers; raise timeouts.stall_s if a row can be so "
                     "late (a file of the hub is downloaded as a whole), then go on with --resume"

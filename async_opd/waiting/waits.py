@@ -24,7 +24,7 @@ WAITING = "waiting for "
 
 
 def named(what: str, so_far_s: float, bound_s: float, each: str = "") -> str:
-    """What is waited for, how long it was so far, and its bound, ``inf`` for none."""
+    """The words for one wait: its name, its time so far, its bound; ``inf`` means without one."""
     bound = "no bound" if bound_s == math.inf else f"at most {bound_s:g} s{each}"
     return f"{what} ({so_far_s:.0f} s so far, {bound})"
 
@@ -54,7 +54,7 @@ class Waits:
 
     @contextmanager
     def on(self, what: str, bound_s: float = math.inf, each: str = "") -> Iterator[None]:
-        """The block waits for ``what``, at most ``bound_s`` seconds; ``inf`` is no bound.
+        """The block waits for ``what``, at most ``bound_s`` seconds; ``inf`` means without a bound.
 
         ``each`` follows the seconds: `` a try``, for example. This only says so; the block ends it.
         """

@@ -19,7 +19,7 @@ from typing import Any
 
 from async_opd.core.reports import SyncReport
 from async_opd.core.stages import WeightSync
-from async_opd.files.safe_open import remove_tree
+from async_opd.files.safe_open import make_folder, refuse_link, remove_tree
 from async_opd.waiting.race import gather_or_cancel
 
 Save = Callable[[str], Awaitable[None]]
@@ -42,7 +42,8 @@ class WeightCopies:
         return self.directory / f"version_{version}" if version else self.initial
 
     def tidy(self, used: Collection[Path]) -> None:
-        """Removes all copies but the used ones."""
+        """Removes all copies but the used ones. OSError if their folder is a link."""
+        refuse_link(self.directory)
         for copy in self.directory.glob("version_*"):
             if copy not in used:
                 remove_tree(copy)
@@ -91,6 +92,7 @@ class RefreshingSync:
             return
         if again:
             self._notify(f"{copy} does not exist: its teachers load the checkpoint's weights")
+        make_folder(copy.parent)  # raises if it is a link
         await self._save(str(copy))
 
     async def push(self) -> SyncReport:

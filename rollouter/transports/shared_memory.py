@@ -68,7 +68,7 @@ class SharedMemorySender(GlooSender):
     _memory: SharedMemory | None = None
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> float:
-        """See Sender.broadcast. WeightSyncError if there is no room for the weights."""
+        """See Sender.broadcast. WeightSyncError if the weights do not fit."""
         import torch
 
         left = SecondsLeft(self.broadcast_s(meta.nbytes))

@@ -61,7 +61,7 @@ def test_pools_that_do_not_fit_the_gpu_that_they_share_are_refused() -> None:
     fixed = "teachers.sort.engine.gpu_memory_utilization=0.95"
     problem = one(*shared, fixed, gpus=8)
     assert problem.where.endswith("c.yaml")
-    assert "at most 0.87 beside the others on it" in problem.message
+    assert "at most 0.85 beside the others on it" in problem.message
 
 
 def test_a_pool_that_needs_more_than_its_gpu_is_refused_with_its_terms() -> None:
@@ -100,3 +100,13 @@ def test_a_mirror_without_its_package_is_refused_with_what_to_install(
 def test_offloading_on_a_cpu_is_said_to_have_no_effect(offload: str, said: bool) -> None:
     notes = preflight(config(f"train.offload={offload}"), "c.yaml", 0).notes
     assert any("train.offload has no effect" in note for note in notes) is said
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
+def test_an_address_in_the_environment_that_names_no_node_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    problem = one("cluster.device=cpu")
+    assert (problem.where, problem.key) == ("the environment", "cluster.address")
+    assert f"RAY_ADDRESS is {address}" in problem.message

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorAlreadyExistsError
 
+from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import namespace, run_name, when_free
-from async_opd.core.errors import StageTimeout
+from async_opd.core.errors import StageError, StageTimeout
 from tests.cluster.simulated import config
 
 
@@ -33,6 +34,19 @@ async def test_a_name_is_waited_for_until_ray_has_freed_it() -> None:
 async def test_a_name_that_ray_does_not_free_is_an_error_that_says_whose() -> None:
     with pytest.raises(StageTimeout, match=r"student/0: another actor still has its name .* 0\.1"):
         await when_free(Names(float("inf")).create, "student/0", 0.1)
+
+
+async def test_nothing_is_started_while_the_head_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would wait for a lost head without end, and the event loop with it."""
+
+    async def silent() -> None:
+        raise StageError("cluster", "Ray's head does not answer")
+
+    monkeypatch.setattr(actor_names, "nodes", silent)
+    with pytest.raises(StageError, match="does not answer"):
+        await when_free(pytest.fail, "student/0", 10)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -42,6 +44,14 @@ class Victim:
 
     async def die(self) -> None:
         os._exit(1)
+
+    async def exit_codes_of_children(self, code: str) -> list[int | None]:
+        """Of a process as vLLM starts its engines, and of one as it asks for models."""
+        engine = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
+        engine.start()
+        await asyncio.to_thread(engine.join)
+        command = [sys.executable, "-c", code]
+        return [engine.exitcode, await asyncio.to_thread(subprocess.call, command)]
 
 
 VICTIM = f"{__name__}:Victim"
@@ -89,6 +99,12 @@ class TestRemote:
     async def test_a_dead_process_is_named(self) -> None:
         with pytest.raises(StageError, match="victim: its process died during die"):
             await (await built()).call("die")
+
+    async def test_children_of_a_process_without_the_drivers_path_import_torchvision(
+        self, victim: Remote
+    ) -> None:
+        imports = "import torchvision; import transformers.image_utils"
+        assert await victim.call("exit_codes_of_children", imports) == [0, 0]
 
     async def test_an_object_that_cannot_be_built_is_a_start_error_with_words_of_its_log(
         self,

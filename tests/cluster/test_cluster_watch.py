@@ -21,7 +21,7 @@ LOST_C = replace(C, alive=False, why="health check failed")
 
 
 class World:
-    """A cluster of the nodes b and c whose head answers or not; time passes when told to."""
+    """A cluster of the nodes b and c whose head answers or not; time passes when a test says so."""
 
     def __init__(self, placement: Any = None) -> None:
         self.timer = ManualTimer()
@@ -123,7 +123,7 @@ def test_the_last_checkpoint_has_the_time_that_ray_leaves(
 class Silence:
     """Answers of the head about node c in turn, and whether that node answers itself.
 
-    None is no answer.
+    None means that it does not answer.
     """
 
     def __init__(self, *nodes: Node | None, answers: bool = False) -> None:

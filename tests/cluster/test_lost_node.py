@@ -15,9 +15,9 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from async_opd.checks.resources import gpus_of_cluster
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.gpu_bundles import gpu_nodes, names, reserve
-from async_opd.cluster.session import gpus_of_cluster
 from async_opd.cluster.watching.placement import Placement
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
@@ -125,7 +125,7 @@ async def test_a_cluster_says_how_many_gpus_it_has(cluster: Any) -> None:
 
 
 def test_a_cluster_that_is_not_there_is_an_error_with_a_remedy() -> None:
-    with pytest.raises(StageError, match=r"127.0.0.1:9' has not said within 3 s") as error:
+    with pytest.raises(StageError, match=r"127.0.0.1:9' did not answer within 3 s") as error:
         gpus_of_cluster("127.0.0.1:9", 3)
     assert error.value.remedy.startswith("check cluster.address")
 

@@ -72,7 +72,7 @@ async def test_a_local_run_asks_no_node(
 async def test_a_single_node_is_asked_because_the_driver_may_be_elsewhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
 ) -> None:
-    """As in a container of its own, which does not have the node's folders."""
+    """As in a container, which does not have the node's folders."""
     alive(1)
     monkeypatch.setattr(node_checks, "_answer", late)
     with pytest.raises(ConfigError, match="n0"):

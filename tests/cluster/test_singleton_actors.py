@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -298,3 +299,30 @@ class Hours:
     def __call__(self) -> float:
         self.now += 3600
         return self.now
+
+
+async def test_no_rank_is_started_before_all_of_them_have_their_gpus() -> None:
+    """The start of one that waits for the others has a bound; a cluster without GPUs has none."""
+    events: list[str] = []
+    placed = asyncio.Event()
+
+    def rank(number: int) -> Any:
+        async def listen(*of: Any) -> tuple[str, int, int]:
+            events.append("listens")
+            return "127.0.0.1", 1, 2
+
+        async def build(*of: Any) -> None:
+            events.append(f"builds {number}")
+
+        return SimpleNamespace(placed=placed.wait, listen=listen, build=build)
+
+    config = singletons([]).config
+    args = (config, "cpu", None)
+    trainer = TrainerActor(rank(0), config, "cpu", "a:b", args, (rank(1),))
+    building = asyncio.create_task(trainer.build())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert events == []
+    placed.set()
+    await building
+    assert events == ["listens", "builds 0", "builds 1"]

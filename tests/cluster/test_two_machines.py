@@ -73,7 +73,7 @@ def networks() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def said(networks: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The words of both ranks, of which each is on a machine of its own."""
+    """The words of both ranks, each on another machine."""
     folder, ranks = tmp_path_factory.mktemp("machines"), []
     with ExitStack() as stack:
         for rank, (machine, network) in enumerate(networks.items()):

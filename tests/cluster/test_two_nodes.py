@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks import nodes
-from async_opd.cluster import actor_names
+from async_opd.checks.gpu_plan import units
+from async_opd.checks.resources import pools
+from async_opd.cluster import actor_names, gpu_bundles
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
+from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, reserve
 from async_opd.cluster.node_checks import check_nodes
@@ -244,6 +249,67 @@ async def test_gpus_of_others_are_waited_for(cluster: None) -> None:
     bundles = await asyncio.wait_for(waiting, BOUND_S)
     await give_back(bundles)
     assert words[0].startswith("cluster: waiting for GPUs that others use")
+
+
+async def test_of_two_runs_that_start_at_the_same_moment_each_gets_all_of_its_gpus_or_none(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second looks at the cluster before Ray has given the first one its GPUs."""
+    first = await reserve(config(), print)
+    monkeypatch.setattr(gpu_bundles, "TOGETHER_S", 0.5)
+    looks = [[replace(node, free=8) for node in gpu_nodes()]]
+    monkeypatch.setattr(gpu_bundles, "gpu_nodes", lambda: looks.pop() if looks else gpu_nodes())
+    lines: list[str] = []
+    waits = asyncio.Event()
+
+    def notify(line: str) -> None:
+        lines.append(line)
+        if "GPUs that others use" in line:
+            waits.set()
+
+    other = config().model_copy(update={"run_dir": "other"})
+    waiting = asyncio.create_task(reserve(other, notify))
+    await asyncio.wait_for(waits.wait(), BOUND_S)
+    assert lines[0].startswith("cluster: another run took some of the GPUs")
+    assert sum(node.free for node in gpu_nodes()) == 16 - 12  # it has none of them meanwhile
+    for unit in first.units:
+        first.remove(unit)
+    await give_back(await asyncio.wait_for(waiting, BOUND_S))
+
+
+async def test_processes_on_cpus_are_spread_over_the_nodes(cluster: None) -> None:
+    """Two of the student, one of the teacher that has no host, and the second rank."""
+    places = await cpu_places(config())
+    made = ActorFactory(config(), "cpu", (), Factories(), print, places)
+    names = {
+        ("rollout", 0): actor_names.student(0),
+        ("rollout", 1): actor_names.student(1),
+        ("teachers.own", 0): actor_names.teacher("own", 0),
+        ("train", 1): actor_names.trainer(1),
+    }
+    processes = [await made.create(name, bundle=bundle) for bundle, name in names.items()]
+    found = Counter([(await place(process)).node for process in processes])
+    assert sorted(found.values()) == [2, 2]
+    for remote in made.started:
+        remote.kill()
+    await give_back(places)
+
+
+async def test_gpus_that_others_use_are_asked_for_where_machines_may_come(cluster: None) -> None:
+    """As placement groups, for which an autoscaler starts machines."""
+    others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
+    await others.ready()
+    given = config()
+    given = given.model_copy(
+        update={"cluster": given.cluster.model_copy(update={"wait_s": BOUND_S})}
+    )
+    asking = GpuBundles(run_name(given), tuple(units(pools(given))))
+    waiting = asyncio.create_task(reserve(given, print))
+    async with asyncio.timeout(BOUND_S):
+        while None not in asking.asked().values():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    remove_placement_group(others)
+    await give_back(await asyncio.wait_for(waiting, BOUND_S))
 
 
 async def test_gpus_that_others_do_not_give_back_are_a_shortage(cluster: None) -> None:

@@ -199,6 +199,7 @@ def test_no_removed_key_is_a_key(pattern: str) -> None:
         ("cluster.interface=eth0,eth1", "cluster.interface"),
         ("cluster.interface=eth0", "cluster"),
         ("cluster.address=ray://head:10001", "cluster.address"),
+        ("cluster.address=http://head:8265", "cluster.address"),
     ],
 )
 def test_ports_interfaces_and_addresses_that_no_process_could_use_are_problems(

@@ -18,7 +18,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import ConfigError, SourceError
 from async_opd.core.row import Row
-from async_opd.data.hub import HubSource, fetched_data
+from async_opd.data.hub import HubSource, fetched_data, files_sized
 from tests.checks.inputs import EXAMPLE, config
 from tests.data.hub_server import COMMITS, Hub, serving
 
@@ -160,6 +160,12 @@ def test_rows_go_on_over_files_from_any_position(folder: Path, start: int) -> No
     assert numbers == sorted(set(numbers))
 
 
+def test_files_before_a_position_are_counted_one_by_one(folder: Path) -> None:
+    before = files_sized()
+    assert "".join(prompts(source(f"hf:{folder}:main"), start=4)) == "e"
+    assert files_sized() - before == 2
+
+
 def test_a_run_downloads_the_split_and_notes_commit_and_files(hub: Hub) -> None:
     made = fetched_data(run_config("hf:org/set:main", "hf:org/plain"), "c.yaml")
     main, plain = made.data.train
@@ -203,7 +209,7 @@ def test_a_part_of_a_split_in_the_cache_is_none(hub: Hub) -> None:
     fetched_data(run_config("hf:org/set:main"), "c.yaml")
     made = source("hf:org/set:main").cached()
     assert not made.absent
-    os.unlink(made._path("main/train-00001-of-00002.jsonl"))
+    os.unlink(str(made._path("main/train-00001-of-00002.jsonl")))
     assert source("hf:org/set:main").cached().absent
 
 
@@ -214,7 +220,7 @@ def test_a_part_of_a_split_whose_names_have_no_numbers_of_files_is_none(
     fetched_data(run_config("hf:org/plain"), "c.yaml")
     made = source("hf:org/plain").cached()
     assert "".join(prompts(made)) == "pqr"
-    os.unlink(made._path("default/train/0001.parquet"))
+    os.unlink(str(made._path("default/train/0001.parquet")))
     assert source("hf:org/plain").cached().absent
 
 

@@ -107,7 +107,9 @@ async def test_several_answers_to_a_prompt_give_pass_at_k_and_the_versions_of_al
     assert [metrics[f"eval/{key}_version"] for key in ("oldest", "newest")] == [3, 4]
 
 
-async def test_a_data_source_without_any_vote_is_wrong_where_the_grader_reads_answers() -> None:
+async def majorities(verified: frozenset[str]) -> list[float | None]:
+    """maj@2 of the sources t and u; only for one of t's prompts is an answer read."""
+
     async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         return [make_rollout(f"{one.uid}/{i}", one.data_source) for one in prompts for i in (0, 1)]
 
@@ -115,6 +117,17 @@ async def test_a_data_source_without_any_vote_is_wrong_where_the_grader_reads_an
         return Grade(1.0, "3") if rollout.prompt.uid == "p" else Grade(0.0)
 
     prompts = (make_prompt("p", "t"), make_prompt("q", "t"), make_prompt("r", "u"))
-    evaluation = Evaluation(prompts, SamplingSpec(4, 1.0, 1.0, 2), grade)
+    sampling = SamplingSpec(4, 1.0, 1.0, 2)
+    evaluation = Evaluation(prompts, sampling, grade, verified=verified)
     metrics = (await evaluation.run(answers, "eval")).metrics
-    assert (metrics["eval/t/maj@2"], metrics["eval/u/maj@2"]) == (0.5, 0.0)
+    return [metrics.get(f"eval/{source}/maj@2") for source in ("t", "u")]
+
+
+async def test_a_data_source_without_any_vote_is_wrong_where_the_grader_reads_answers() -> None:
+    assert await majorities(frozenset()) == [0.5, 0.0]
+
+
+async def test_a_data_source_has_no_majority_because_the_verifier_of_another_reads_answers() -> (
+    None
+):
+    assert await majorities(frozenset({"t"})) == [0.5, None]

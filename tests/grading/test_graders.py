@@ -153,6 +153,26 @@ GOES_ON = "the reasoning above is consistent. " * 200
         ("5", "\\boxed{5x}", 0.0, None),
         ("5", "\\boxed{x = 5}", 0.0, None),
         ("5", "\\boxed{5, 6}", 0.0, None),
+        ("3", "#### $\\frac{3}{18}$", 0.0, None),
+        ("3", "#### \\boxed{\\frac{3}{18}}", 0.0, None),
+        ("18", "#### x^{18}", 0.0, None),
+        ("16", "#### \\sqrt{16}", 0.0, None),
+        ("0.5", "#### Rs.500", 0.0, None),
+        ("72", "#### **72**", 1.0, "72"),
+        ("72", "#### \\text{72} eggs", 1.0, "72"),
+        ("72", "#### Step 2\n48 + 24 gives \\boxed{72}", 1.0, "72"),
+        ("72", "#### 72\nwhich is 3 times \\boxed{24}", 1.0, "72"),
+        ("-72", "#### \u201372", 1.0, "-72"),
+        ("33", "\\boxed{033}", 1.0, "33"),
+        ("33", "\\boxed{+033}", 1.0, "33"),
+        ("0", "\\boxed{-0}", 1.0, "0"),
+        ("0", "\\boxed{000}", 1.0, "0"),
+        ("33", "\\boxed{--33}", 0.0, None),
+        ("33", "\\boxed{33a}", 0.0, None),
+        ("5", "\\boxed{5 km/h}", 1.0, "5"),
+        ("5", "\\boxed{\\$5/hour}", 1.0, "5"),
+        ("5", "\\boxed{5/x}", 0.0, None),
+        ("5", "\\boxed{5-x}", 0.0, None),
         ("42", f"2 + 40 = 42.\n#### 42\n{GOES_ON}", 1.0, "42"),
         ("42", f"the answer is 42 {GOES_ON}", 1.0, "42"),
         ("42", f"{GOES_ON}#### 7\nagain.\n#### 42\n{GOES_ON}", 1.0, "42"),
@@ -169,14 +189,46 @@ def test_gsm8k_reads_the_first_number_after_the_last_mark_or_a_box_that_is_one_n
     assert (grade, grade.answer) == (score, found)
 
 
-def test_a_row_whose_boxed_answer_is_no_number_cannot_be_graded_by_gsm8k() -> None:
+@pytest.mark.parametrize(
+    "answer", ["so \\boxed{\\frac{3}{18}}", "#### 1/2", "1/2", "10-5", "(10, 20,30)", "x^2", "none"]
+)
+def test_a_row_whose_answer_is_not_one_number_cannot_be_graded_by_gsm8k(answer: str) -> None:
     with pytest.raises(GradeError, match="has no number"):
-        load_grader("gsm8k")("#### 18", row("so \\boxed{\\frac{3}{18}}"))
+        load_grader("gsm8k")("#### 2", row(answer))
 
 
-def test_equal_numbers_are_one_vote() -> None:
-    answers = ("#### 72", "#### 72.0", "#### 72.00", "#### 71", "#### 71")
-    assert majority([load_grader("gsm8k")(answer, row("72")) for answer in answers]) == 1.0
+@pytest.mark.parametrize("answer", ["72", "48 + 24 = 72.", "$72", "72 eggs", "it is 72.00"])
+def test_a_rows_answer_may_give_its_number_in_any_form(answer: str) -> None:
+    assert load_grader("gsm8k")("#### 72", row(answer)) == 1.0
+
+
+EQUAL = {
+    "gsm8k": ("#### 72", "#### 72.0", "#### 72.00", "#### 71", "#### 71"),
+    "math_verify": ("$72$", "$72.0$", "$72.00$", "$71$", "$71$"),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_numbers_are_one_vote(name: str) -> None:
+    assert majority([load_grader(name)(answer, row("72")) for answer in EQUAL[name]]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "found"),
+    [
+        ("$\\frac{2}{4}$", "1/2"),
+        ("$0.5$", "1/2"),
+        ("$50\\%$", "1/2"),
+        ("$1{,}234.0$", "1234"),
+        ("$2^{10}$", "1024"),
+        ("$\\frac{\\sqrt{8}}{2}$", "sqrt(2)"),
+        ("$1.5\\pi$", "3*pi/2"),
+        ("$((10^{9})^{99})^{9}$", "((10**9)**99)**9"),
+        ("$x^2$", "x**2"),
+    ],
+)
+def test_math_verify_says_numbers_in_one_form(response: str, found: str) -> None:
+    assert load_grader("math_verify")(response, row("72")).answer == found
 
 
 VERLS = {

@@ -464,7 +464,7 @@ class Living:
         return self.folder.with_name(f"{self.folder.name}.killed")
 
     def _kill(self) -> None:
-        """What is on the disk now stays; what the process still does is thrown away."""
+        """Keeps the disk as it is now; later writes of the process are thrown away."""
         shutil.copytree(self.folder, self._kept, symlinks=True)
         for one in self.uploads:
             one.kill()

@@ -46,7 +46,7 @@ def violations(run_dir: Path, bucket: Path | None = None, completed: bool = True
 
 @dataclass
 class _Account:
-    """What a part of a ledger says: how often each uid was admitted, trained and given up."""
+    """Counts of a part of a ledger: how often each uid was admitted, trained and given up."""
 
     admitted: Counter[str] = field(default_factory=Counter)
     trained: list[tuple[int, list[str]]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class _Account:
         return set(self.admitted) - set(self.ends)
 
     def agrees(self, steps: list[dict[str, Any]], of: str) -> Iterator[str]:
-        """What is wrong with the account beside the weights that these steps have made."""
+        """Violations of the account beside the weights that these steps have made."""
         made = [(step["step"], step["uids"]) for step in steps]
         if made != self.trained:
             at = next(
@@ -197,7 +197,7 @@ class _Run:
             yield from self._mirrored(complete)
 
     def _mirrored(self, complete: dict[str, Path]) -> Iterator[str]:
-        """What is wrong with the copies of a completed run, by name."""
+        """Violations in the copies of a completed run, by name."""
         steps = sorted(int(name[5:]) for name in complete if name.startswith("step_"))
         final = _history(self.folder / "model")
         if "end" not in complete:
@@ -216,7 +216,7 @@ class _Run:
     # ── a completed run ────────────────────────────────────────────────────────────────────────
 
     def completes(self) -> Iterator[str]:
-        """What is wrong with a completed run."""
+        """Violations of a completed run."""
         summary = json.loads((self.folder / "summary.json").read_text())
         if summary["status"] != "completed":
             yield f"the summary says {summary['status']}: {summary['error']}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,7 +168,7 @@ class Sync:
 
 @dataclass
 class Shape:
-    """The settings of a life's processes that are no part of the config."""
+    """The settings of a life's processes that the config does not have."""
 
     faults: Faults
     bad: Mapping[int, float] = field(default_factory=dict)
@@ -182,6 +182,10 @@ class Cluster:
         self.config, self.shape, self.seed = config, shape, seed
         self.trainer: Any = Handle(self)  # type: ignore[arg-type]
         self._begin()
+
+    async def watched(self, work: Awaitable[None]) -> None:
+        """See LaunchedStages."""
+        await work
 
     def _begin(self) -> None:
         self.seed += 1
@@ -263,7 +267,7 @@ class Cluster:
         await self.trainer.save(directory)
 
     def close(self) -> None:
-        """What the trainer's process had going on ends with it."""
+        """Work of the trainer's process ends with it."""
         self.death.set()
         self._batcher.close()
         if self.stage._hand_out is not None:

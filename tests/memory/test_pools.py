@@ -1,4 +1,4 @@
-"""What a process of a pool has on its GPU beside its tensors, and what of a host torch pins."""
+"""Memory of a process on its GPU beside its tensors, and memory of a host that torch pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load of new weights takes beside an engine's share, by the shapes of models."""
+"""Memory of a load of new weights beside an engine's share, by the shapes of models."""
 
 from __future__ import annotations
 

@@ -117,6 +117,13 @@ class Prompts:
         return [Prompt(f"p{i}", "", self.random.choice(names), ids) for i in numbers]
 
 
+class AtOnce:
+    """Reads by no thread, for which virtual time would not wait."""
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
 @dataclass
 class Log:
     """Keeps nothing."""
@@ -179,7 +186,8 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
         supervise=_nothing_dies,
     )
     prompts = Prompts(names, round(setting.prompt_tokens), random.Random(run))
-    return trainer, Pipeline(_config(setting), parts, prompts, None, Log())
+    reads: Any = AtOnce()
+    return trainer, Pipeline(_config(setting), parts, prompts, None, Log(), reading=reads)
 
 
 async def _nothing_dies(*_: Any) -> None:

@@ -259,7 +259,8 @@ def _pipeline(
         supervise=virtual._nothing_dies,
     )
     prompts: Any = Prompts(names, round(setting.prompt_tokens), Random(seed))
-    pipeline = Pipeline(config, parts, prompts, None, log, journal)
+    reads: Any = virtual.AtOnce()
+    pipeline = Pipeline(config, parts, prompts, None, log, journal, reading=reads)
     pipeline.metering = Metering(clock=clock)
     return pipeline
 

@@ -246,8 +246,8 @@ def test_a_mirror_is_reported_and_compared_as_its_run_directory_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/runs/mirrored"
-    mirror = Mirror(Checkpoints(run.folder / "checkpoints", 2), RunCopies.at(url), 20, 20)
-    assert mirror.close(Summary("completed", None, 2, 1.0, run.folder)) is None
+    mirror = Mirror(Checkpoints(run.folder.root / "checkpoints", 2), RunCopies.at(url), 20, 20)
+    assert mirror.close(Summary("completed", None, 2, 1.0, run.folder.root)) is None
     assert main(["report", url, "--no-plan"]) == 0
     shown = capsys.readouterr().out
     assert main(["report", str(run.folder), "--out", "own.html", "--no-plan"]) == 0

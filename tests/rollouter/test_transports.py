@@ -26,7 +26,9 @@ HERE = Path(__file__).parent
 RUN_OF_A_THIRD = """
 import json, sys, threading
 from async_opd.config.registry import TRANSPORTS
+from async_opd.models import torchvision_operators
 TRANSPORTS["third"] = "third"
+torchvision_operators.install()  # as a replica does
 
 import torch
 from async_opd.cluster.trainer_actor import _transport

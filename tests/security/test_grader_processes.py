@@ -245,7 +245,7 @@ def test_every_process_of_a_run_leaves_the_working_directory_out(
             return None
 
     monkeypatch.setattr(ray, "remote", lambda kind: Handle())
-    Remote.create("x", timeout_s=1)
+    Remote.create("x", timeout_s=1, kind="Seen")  # a class is made once a kind
     assert seen == [{"ASYNC_OPD_ACTOR": "x", "PYTHONSAFEPATH": "1"}]
 
 

@@ -7,8 +7,10 @@ import signal
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from async_opd.accounting.audit import AuditError, audit
 from async_opd.accounting.journal import LEDGER, Journal
@@ -21,12 +23,15 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LogConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import DeadLetter, Header
+from async_opd.files.foreign import foreign
 from async_opd.files.run_format import write_run_format
-from async_opd.files.safe_open import private_files, read_bytes, regular_file, write_atomically
+from async_opd.files.safe_open import private_files, regular_file, write_atomically
 from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
 from async_opd.observability.wandb_sink import WandbSink
 from async_opd.processes.run_lock import run_lock
+from tests.trainer.models import tiny_model
+from trainer.saving.export import save_model
 
 LONGEST_S = 30
 """Of a test: one that waits for a pipe would wait for ever."""
@@ -194,18 +199,21 @@ def test_a_link_is_no_checkpoint(run_dir: Path, tmp_path: Path) -> None:
         load(real)
 
 
-def test_a_model_is_not_written_to_where_a_link_leads(run_dir: Path, tmp_path: Path) -> None:
-    import torch
+@pytest.fixture(scope="module")
+def student() -> Any:
+    """Made before a test's alarm is set: the import of transformers takes its time."""
+    return tiny_model(0)
 
-    from tests.trainer.models import tiny_model
-    from trainer.saving.export import save_model
 
+def test_a_model_is_not_written_to_where_a_link_leads(
+    run_dir: Path, tmp_path: Path, student: Any
+) -> None:
     source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
     source.mkdir()
     elsewhere.mkdir()
     for name in ("model", "model.part", "model.old"):
         (run_dir / name).symlink_to(elsewhere)
-    save_model(tiny_model(0), str(source), str(run_dir / "model"), [("w", torch.zeros(1))])
+    save_model(student, str(source), str(run_dir / "model"), [("w", torch.zeros(1))])
     assert list(elsewhere.iterdir()) == []
     assert (run_dir / "model" / "model.safetensors").is_file()
 
@@ -248,4 +256,4 @@ def test_a_file_of_the_run_is_not_open_in_its_children(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_as_it_is(precious: Path) -> None:
-    assert read_bytes(precious) == PRECIOUS.encode()
+    assert foreign(precious).read() == PRECIOUS.encode()

@@ -16,6 +16,7 @@ from async_opd.core.samples import DeadLetter, Prompt
 from async_opd.waiting.reading_thread import ReadingThread
 from async_opd.waiting.waits import EVERY_S, Waits
 from tests.timers import ManualTimer
+from tests.waiting.test_deadline import Run, both_loops
 
 STALL_S = 100.0
 
@@ -58,7 +59,7 @@ def hanging_reading(source: Source | None = None) -> tuple[ReadingThread, Manual
     """Reads whose time passes when the timer is advanced; ``source`` says what has come."""
     timer = ManualTimer()
     progress = (lambda: 0) if source is None else (lambda: source.rows)
-    return ReadingThread("data.train[0]", STALL_S, progress=progress, timer=timer), timer
+    return ReadingThread("rows of the source", STALL_S, progress=progress, timer=timer), timer
 
 
 async def hang_for(seconds: float, timer: ManualTimer) -> None:
@@ -68,14 +69,18 @@ async def hang_for(seconds: float, timer: ManualTimer) -> None:
     timer.advance(seconds)
 
 
-async def test_the_event_loop_goes_on_while_a_source_hangs() -> None:
-    with hanging_source() as source:
+@both_loops
+def test_the_event_loop_goes_on_while_a_source_hangs(run: Run) -> None:
+    async def reads() -> int:
         reading, _ = hanging_reading()
         running = asyncio.create_task(reading.run(source.read))
         await source.asked()
         assert not running.done()
         source.go.set()
-        assert await asyncio.wait_for(running, 30) == 0
+        return await asyncio.wait_for(running, 30)
+
+    with hanging_source() as source:
+        assert run(reads()) == 0
 
 
 async def test_the_error_of_a_read_is_raised() -> None:
@@ -91,7 +96,9 @@ async def test_a_source_that_hangs_is_given_up_with_its_name_and_the_key_of_the_
         reading, timer = hanging_reading()
         running = asyncio.create_task(reading.run(source.read))
         await hang_for(STALL_S, timer)
-        with pytest.raises(StageTimeout, match=r"nothing was read of data.train\[0\]") as caught:
+        with pytest.raises(
+            StageTimeout, match=r"rows of the source did not come for 100 s"
+        ) as caught:
             await asyncio.wait_for(running, 30)
         assert "timeouts.stall_s" in caught.value.remedy
 
@@ -142,13 +149,15 @@ async def test_a_late_source_has_lines_that_name_it() -> None:
     with hanging_source() as source:
         timer, lines = ManualTimer(), list[str]()
         waits = Waits(lines.append, timer, lambda: timer.now)
-        reading = ReadingThread("data.train[0]", STALL_S, waits=waits, timer=timer)
+        reading = ReadingThread("rows of the source", STALL_S, waits=waits, timer=timer)
         running = asyncio.create_task(reading.run(source.read))
         await source.asked()
         timer.advance(EVERY_S)
         for _ in range(3):
             await asyncio.sleep(0)
-        assert lines == ["waiting for data.train[0] (10 s so far, at most 100 s without progress)"]
+        assert lines == [
+            "waiting for rows of the source (10 s so far, at most 100 s without progress)"
+        ]
         running.cancel()
 
 

@@ -1,4 +1,4 @@
-"""What is waited for is said every ten seconds, in one line, until nothing is."""
+"""One line every ten seconds names all waits, until none is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.timers import ManualTimer
 
 
 class World:
-    """Waits whose time passes when told to, and their lines."""
+    """Waits whose time passes when a test says so, and their lines."""
 
     def __init__(self) -> None:
         self.timer = ManualTimer()

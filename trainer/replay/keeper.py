@@ -22,6 +22,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from async_opd.core.samples import Header, Sample
+from async_opd.files.foreign import ForeignPath
 from async_opd.files.kept_steps import KEPT, kept_files, kept_name
 from async_opd.files.safe_open import make_folder
 from trainer.batches.micro_batches import MicroBatch
@@ -66,7 +67,7 @@ class Keeper:
         self._config = config
         self._tree = config.model_dump(mode="json", by_alias=True)
         self._rank, self._ranks, self._platform = rank, ranks, platform or {}
-        self._folder = Path(config.run_dir or ".") / KEPT
+        self._run_dir = Path(config.run_dir or ".")
         self._most = int(config.log.replay_gib * (1 << 30)) // ranks
         # of ranks that share rows the first one has the same samples
         self._has_samples = rank % config.train.context_parallel == 0
@@ -123,20 +124,21 @@ class Keeper:
     def _write(self, step: int, kept: KeptStep) -> None:
         """Runs on the thread. An error ends all keeping."""
         try:
-            make_folder(self._folder)
+            folder = self._run_dir / KEPT
+            make_folder(folder)
             nbytes = sum(sample.nbytes for sample in kept.samples)
-            free = shutil.disk_usage(self._folder).free - nbytes
+            free = shutil.disk_usage(folder).free - nbytes
             if free < LEFT_BYTES:
-                raise OSError(f"{self._folder} would have {free >> 20} MiB of free space left")
-            write_kept(self._folder / kept_name(step, self._rank, self._ranks), kept)
+                raise OSError(f"{folder} would have {free >> 20} MiB of free space left")
+            write_kept(folder / kept_name(step, self._rank, self._ranks), kept)
             self._bound()
         except Exception as error:  # of any kind: the run goes on without
             self._error = f"{type(error).__name__}: {error}"
 
     def _bound(self) -> None:
         """Removes the oldest of this rank's files beyond its bytes."""
-        sizes: dict[Path, int] = {}
-        for one in kept_files(self._folder):
+        sizes: dict[ForeignPath, int] = {}
+        for one in kept_files(self._run_dir):
             if (one.ranks, one.rank) == (self._ranks, self._rank):
                 with suppress(FileNotFoundError):  # the driver has removed it meanwhile
                     sizes[one.path] = one.path.stat().st_size
@@ -144,7 +146,7 @@ class Keeper:
         for path, size in sizes.items():  # the oldest step first
             if total <= self._most:
                 break
-            path.unlink(missing_ok=True)
+            path.remove()
             total, self._removed = total - size, self._removed + 1
         self._nbytes = total
 

@@ -18,13 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from async_opd.core.errors import CheckpointError
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import TRAINER
-from trainer.saving.sample_file import FORMAT_ERRORS, Arrays, decoded, encoded, read_arrays
+from async_opd.files.foreign import Place
+from trainer.saving.sample_file import (
+    FORMAT_ERRORS,
+    Arrays,
+    decoded,
+    encoded,
+    read_arrays,
+    read_metadata,
+)
 
 ENTRIES_KEY = "entries"
 READ_ERRORS = (OSError, SafetensorError, *FORMAT_ERRORS)
@@ -107,16 +115,15 @@ def write_kept(path: Path, kept: KeptStep) -> int:
     return path.stat().st_size
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Place) -> Record:
     """The record of a file alone. CheckpointError."""
     try:
-        with safe_open(path, "np") as file:
-            return _decoded(file.metadata()["record"])
+        return _decoded(read_metadata(path)["record"])
     except READ_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
-def read_kept(path: Path) -> KeptStep:
+def read_kept(path: Place) -> KeptStep:
     """A file's content. CheckpointError if it was damaged, or ``write_kept`` did not write it."""
     try:
         arrays, metadata = read_arrays(path)
@@ -148,6 +155,6 @@ def _digest(arrays: Arrays, metadata: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
+def _unreadable(path: Place, error: Exception) -> CheckpointError:
     cause = f"{path} cannot be read: {type(error).__name__}: {error}"
     return CheckpointError(TRAINER, cause, _REMEDY)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from async_opd.core.errors import CheckpointError
 from async_opd.core.reports import Progress
 from async_opd.core.stages import TRAINER
+from async_opd.files.foreign import ForeignPath
 from trainer.rank_group import SINGLE_RANK, RankGroup, run_with_ranks
 from trainer.replay.kept_step import KeptStep, quantities_of, read_kept
 from trainer.replay.weights import Weights
@@ -77,9 +77,9 @@ class Replayer:
             await self._compute(self._learner.restore, folder)
         return await self._compute(self._learner.compared, "platform")
 
-    async def step(self, paths: Sequence[str]) -> Recomputed:
+    async def step(self, paths: Sequence[ForeignPath]) -> Recomputed:
         """Computes the next step from its files, one of each rank, in order. CheckpointError."""
-        kept = await asyncio.to_thread(lambda: [read_kept(Path(path)) for path in paths])
+        kept = await asyncio.to_thread(lambda: [read_kept(path) for path in paths])
         return await self._compute(self._again, kept)
 
     async def progress(self) -> Progress:

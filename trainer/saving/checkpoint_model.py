@@ -37,21 +37,3 @@ def export_checkpoint(config: RunConfig, checkpoint: Path, directory: Path) -> N
     dtype = export_dtype(config.train.export_dtype, source)
     weights = chain(named_weights(model, dtype, copied=False), adapter_parameters(model))
     save_model(model, source, str(directory), weights, dtype)
-
-
-def export_verified(checkpoint: Path, directory: Path, dtype: str | None = None) -> None:
-    """``export_checkpoint`` by the config of the checkpoint's run directory, in ``dtype``.
-
-    CheckpointError also for a checkpoint that was damaged; ConfigError for its run directory.
-    """
-    from async_opd.checkpoint.store import load
-    from async_opd.config.load import load_config
-    from async_opd.files.run_format import refuse_other_formats
-
-    run_dir = checkpoint.absolute().parents[1]
-    refuse_other_formats(run_dir)
-    config = load_config(run_dir / "config.yaml")
-    if dtype is not None:
-        train = config.train.model_copy(update={"export_dtype": dtype})
-        config = config.model_copy(update={"train": train})
-    export_checkpoint(config, load(checkpoint.absolute()).folder, directory)

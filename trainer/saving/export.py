@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.files.durable import flush
-from async_opd.files.safe_open import FOLDER_MODE, regular_file, remove_tree
+from async_opd.files.safe_open import FOLDER_MODE, remove_tree
 from async_opd.models.own_files import foreign, own_file, texts
 from async_opd.models.tokenizer import read_json, text_settings
 from trainer.saving.weight_files import FILE_BYTES, write_weights
@@ -152,7 +152,7 @@ def _copy_rest(source: Path, part: Path) -> None:
         if real is not None and not any(file.match(pattern) for pattern in NOT_COPIED):
             target = part / file.relative_to(source)
             target.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
-            with open(real, "rb", opener=regular_file) as read, target.open("wb") as written:
+            with real.open("rb") as read, target.open("wb") as written:
                 shutil.copyfileobj(read, written)
     left_out = foreign(source)
     if left_out:

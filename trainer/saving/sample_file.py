@@ -26,6 +26,7 @@ from async_opd.core.sequence import Span
 from async_opd.core.stages import TRAINER
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
+from async_opd.files.foreign import Place, foreign
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 SCORED_FILE = "scored.safetensors"
@@ -42,17 +43,23 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     save_file(arrays, path, metadata={"samples": entries})
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Place) -> list[Sample]:
     """The samples of a file, in order. Raises OSError, ValueError, KeyError or TypeError."""
     arrays, metadata = read_arrays(path)
     return decoded(metadata["samples"], arrays)
 
 
-def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
+def read_arrays(path: Place) -> tuple[Arrays, dict[str, str]]:
     """The arrays of a safetensors file, and its metadata. OSError or SafetensorError."""
-    with safe_open(path, "np") as file:
+    with foreign(path).held() as name, safe_open(name, "np") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return arrays, file.metadata() or {}
+
+
+def read_metadata(path: Place) -> dict[str, str]:
+    """The metadata of a safetensors file alone. OSError or SafetensorError."""
+    with foreign(path).held() as name, safe_open(name, "np") as file:
+        return file.metadata() or {}
 
 
 def encoded(samples: Sequence[Sample]) -> tuple[Arrays, str]:

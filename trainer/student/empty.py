@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from async_opd.core.errors import StageError
+from async_opd.core.stages import TRAINER
 from trainer.student.rotary import pin_rotary
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded
 from trainer.student.stored_weights import StoredWeights
@@ -101,11 +103,19 @@ class EmptyStudent:
 
 
 def _on_meta(directory: Path, trust_remote_code: bool) -> Any:
-    """The model of a directory's config.json in float32 and eval mode, all of it on ``meta``."""
+    """The model of a directory's config.json in float32 and eval mode, all of it on ``meta``.
+
+    StageError if it is no directory: the name would be that of a model of the hub.
+    """
+    if not directory.is_absolute() or not directory.is_dir():
+        cause = f"student.model: no such directory: {directory}"
+        raise StageError(TRAINER, cause, "check the path")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     trust = {"trust_remote_code": trust_remote_code}
     settings = AutoConfig.from_pretrained(directory, **trust)
+    # A config.json may name a kernel, which transformers would download and run.
+    settings._attn_implementation = None
     seeing = getattr(settings, "vision_config", None) is not None
     kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     with torch.device("meta"):

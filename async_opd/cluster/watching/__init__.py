@@ -1,1 +1,1 @@
-"""What a run notices of its cluster: lost nodes, the GPUs that are missing then, a lost head."""
+"""Watches the cluster of a run: lost nodes, the GPUs that are missing then, a lost head."""

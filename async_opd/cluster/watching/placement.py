@@ -1,4 +1,4 @@
-"""Who gets the GPUs that are left after a machine is lost: the most important processes first.
+"""Gives the GPUs that are left after the loss of a machine to the most important processes.
 
     a unit waits for GPUs ──► who waits, and the table of what is missing: one message
                           └─► a less important unit gives its GPUs up, and waits for others
@@ -18,7 +18,7 @@ from async_opd.waiting.waits import Waits
 
 
 class Reserved(Protocol):
-    """What is reserved for a run; see ``gpu_bundles.GpuBundles``."""
+    """The reserved GPUs of a run; see ``gpu_bundles.GpuBundles``."""
 
     @property
     def units(self) -> tuple[Unit, ...]: ...
@@ -51,10 +51,11 @@ class Placement:
         self._open = ExitStack()
 
     async def look(self, changed: bool) -> None:
-        """Asks Ray who waits for GPUs, if nodes have ``changed`` or somebody did at the last look.
+        """Asks Ray which units wait for GPUs, if nodes have ``changed`` or some did before.
 
-        After a change it asks twice: Ray may notice later whom a lost node leaves without GPUs. Who
-        waits at two looks in a row is not just being moved by Ray: the cluster lacks GPUs.
+        After a change it asks twice: Ray may notice later which units a lost node leaves without
+        GPUs. Ray may just be moving a unit that waits at one look; for one that waits at two in a
+        row the cluster has no GPUs.
         """
         again, self._again = self._again, changed
         if not any(unit.gpus for unit in self._bundles.units):

@@ -50,7 +50,7 @@ class ClusterConfig(Section):
     wait_s: float = Field(default=0, ge=0)
     """Seconds to wait for machines of a joined cluster that are to come: its workers start later,
     or an autoscaler starts them for the GPUs that the run asks for. By default a cluster that has
-    too few GPUs is refused at once."""
+    too few GPUs is refused at once, and none is asked for while others use them."""
 
     @property
     def joins(self) -> str | None:
@@ -69,8 +69,8 @@ class ClusterConfig(Section):
     @field_validator("address")
     @classmethod
     def _is_of_a_node(cls, value: str | None) -> str | None:
-        if value is not None and value.startswith("ray://"):
-            raise ValueError("no ray:// client: give host:port on a node, or use ray job submit")
+        if value is not None and "://" in value:
+            raise ValueError("host:port of Ray's head, on a node of it, or use ray job submit")
         return value
 
     @field_validator("ports")
@@ -85,5 +85,8 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _interface_is_of_a_cluster(self) -> Self:
         if self.interface is not None and self.address is None:
-            raise ValueError("'interface' with 'address' only: a local run uses the loopback")
+            raise ValueError(
+                "'interface' with 'address' only (auto joins the cluster of RAY_ADDRESS): a local "
+                "run uses the loopback"
+            )
         return self

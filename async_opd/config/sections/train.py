@@ -313,5 +313,5 @@ class SyncConfig(Section):
 
     @property
     def seconds_per_byte(self) -> float:
-        """What is added to ``timeout_s`` for each byte of a broadcast."""
+        """Seconds added to ``timeout_s`` for each byte of a broadcast."""
         return 1 / (self.min_mib_per_s * (1 << 20))

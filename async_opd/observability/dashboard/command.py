@@ -29,10 +29,11 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _dashboard(given: argparse.Namespace) -> int:
     from async_opd.config.load import load_config
+    from async_opd.files.foreign import foreign
     from async_opd.observability.dashboard.workspace import save
 
     path = Path(given.path)
     folder = path if path.is_dir() else Path()
-    config = load_config(path / "config.yaml" if path.is_dir() else path, [])
+    config = load_config(foreign(path) / "config.yaml" if path.is_dir() else path, [])
     print(indented(save(config, folder, given.entity, given.path)))
     return 0

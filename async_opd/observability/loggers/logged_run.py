@@ -15,7 +15,8 @@ from typing import Annotated, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from async_opd.files.safe_open import read_bytes, write_atomically
+from async_opd.files.foreign import foreign
+from async_opd.files.safe_open import write_atomically
 
 
 def file_of(logger: str) -> str:
@@ -49,7 +50,7 @@ class LoggedRun:
     def of(cls, run_dir: Path, logger: str) -> Self:
         """The logger's run of a run directory; a new one if its file is missing or invalid."""
         try:
-            return TypeAdapter(cls).validate_json(read_bytes(run_dir / file_of(logger)))
+            return TypeAdapter(cls).validate_json((foreign(run_dir) / file_of(logger)).read())
         except (OSError, ValidationError):
             return cls.new()
 

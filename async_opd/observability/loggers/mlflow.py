@@ -9,6 +9,7 @@ from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
+from async_opd.files.safe_open import make_folder
 from async_opd.observability.sinks import Summary
 
 MOST, MOST_PARAMS = 1000, 100
@@ -28,6 +29,7 @@ class MLflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:  # files need no database, but MLflow 3 wants to be asked for them
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            make_folder(run_dir / "mlflow")  # raises if it is a link
             uri = (run_dir.absolute() / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(config.log.project)

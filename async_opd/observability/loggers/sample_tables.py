@@ -13,7 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from async_opd.files.safe_open import read_text
+from async_opd.files.foreign import ForeignPath, foreign
+from async_opd.files.json_lines import text_lines
 from async_opd.microscope.folder import MICROSCOPE, files, records
 from async_opd.microscope.record import SampleRecord
 from async_opd.pictures.folder import thumbnail_file
@@ -33,7 +34,7 @@ class SampleTable:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    images: Sequence[Sequence[Path | None]] = ()
+    images: Sequence[Sequence[ForeignPath | None]] = ()
 
 
 @dataclass
@@ -47,10 +48,10 @@ class SampleTables:
         """The first answers of the evaluation that has these metrics; None without its file."""
         of_teachers = any(key.startswith("eval_teacher/") for key in metrics)
         name = "teachers" if of_teachers else f"step_{step}"
-        path = self.run_dir / "evals" / f"{name}.jsonl"
+        path = foreign(self.run_dir) / "evals" / f"{name}.jsonl"
         if not path.exists():
             return None
-        return self._table([json.loads(line) for line in read_text(path).splitlines()[:SAMPLES]])
+        return self._table([json.loads(line) for line in text_lines(path)[:SAMPLES]])
 
     def generations(self, step: int) -> SampleTable | None:
         """Of the newest recorded step up to this one, at most once in ``EVERY`` steps; else None.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from async_opd.files.safe_open import make_folder
 from async_opd.observability.sinks import Summary
 
 
@@ -16,6 +17,7 @@ class TensorBoard:
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        make_folder(run_dir / "tensorboard")  # raises if it is a link
         self._file: Any = EventFileWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

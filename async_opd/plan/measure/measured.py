@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import PlanConfig, TrainPlan
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
-from async_opd.files.safe_open import read_text
 from async_opd.observability.pool_report import POOLS_S, between_reports
 from async_opd.plan.inputs import setting_of, slots_of
 from async_opd.plan.measure.calibration import calibrate
@@ -49,12 +48,12 @@ class MeasuredRun:
     measured: MeasuredRates
 
 
-def read_run(run_dir: Path) -> MeasuredRun:
+def read_run(run_dir: Place) -> MeasuredRun:
     """Reads a run directory. ConfigError if files or metrics are missing or of another format."""
     refuse_other_formats(run_dir)
-    config_file = run_dir / "config.yaml"
+    config_file = foreign(run_dir) / "config.yaml"
     config = load_config(config_file)
-    record = RecordedSteps(config, run_dir)
+    record = RecordedSteps(config, foreign(run_dir))
     plan = record.plan()
     setting = setting_of(config, plan, str(config_file))
     plan = _with_turnarounds(plan, record.calibrated(setting))
@@ -72,7 +71,7 @@ def _with_turnarounds(plan: PlanConfig, setting: Setting) -> PlanConfig:
 class RecordedSteps:
     """The metrics of each step after the warm-up, as arrays, and those of the evaluations."""
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, run_dir: ForeignPath) -> None:
         self._config = config
         rows = _rows(run_dir / "metrics.jsonl")
         steps = [row for row in rows if "perf/step_s" in row.values]
@@ -217,7 +216,7 @@ class RecordedSteps:
         """The metric's value at each step; 0 where it was not reported."""
         return np.array([row.values.get(key, 0.0) for row in self._steps], dtype=np.float64)
 
-    def _check(self, run_dir: Path) -> None:
+    def _check(self, run_dir: ForeignPath) -> None:
         where = str(run_dir / "metrics.jsonl")
         if len(self._steps) < MIN_STEPS:
             message = f"has {len(self._steps)} steps after the warm-up, expected {MIN_STEPS}"
@@ -253,7 +252,7 @@ NEEDED = (
 PER_TEACHER = ("busy_s", "batches_per_s", "tokens_per_s", "samples_per_s")
 
 
-def _rows(file: Path) -> list[MetricsRow]:
+def _rows(file: ForeignPath) -> list[MetricsRow]:
     """The rows of a file of metrics; lines torn by a kill are left out."""
     try:
         return [row for _, row in metrics_rows(file) if row is not None]
@@ -262,10 +261,10 @@ def _rows(file: Path) -> list[MetricsRow]:
         raise ConfigError([Problem(str(file), "", f"cannot be read: {error}", remedy)]) from None
 
 
-def _wall_s(file: Path) -> float | None:
+def _wall_s(file: ForeignPath) -> float | None:
     """Seconds of the whole run; None if it has not ended."""
     try:
-        return float(json.loads(read_text(file))["seconds"])
+        return float(json.loads(file.read())["seconds"])
     except (OSError, ValueError, KeyError):
         return None
 

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from async_opd.core.row import Media
+from async_opd.files.foreign import Place
 from async_opd.files.json_lines import json_objects
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.report.page import Section, paragraphs, text
@@ -39,7 +39,7 @@ class ImageAnswer:
 _ANSWER = TypeAdapter(ImageAnswer)
 
 
-def answers_with_images(path: Path) -> Iterator[ImageAnswer]:
+def answers_with_images(path: Place) -> Iterator[ImageAnswer]:
     """Those of a file of answers; lines that are none are left out. OSError."""
     for _, entry in json_objects(path):
         if entry is not None and entry.get("images"):
@@ -57,7 +57,7 @@ def _answer(entry: dict[str, Any]) -> ImageAnswer | None:
 
 def answer_sections(run: RecordedRun, gallery: Gallery) -> list[Section]:
     """The section; none for a run whose newest evaluation has no images."""
-    found = ((_STEP.fullmatch(path.name), path) for path in (run.folder / EVALS).glob("*.jsonl"))
+    found = ((_STEP.fullmatch(path.name), path) for path in (run.folder / EVALS).entries())
     steps = {int(name[1]): path for name, path in found if name}
     if not steps:
         return []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from async_opd.core.row import Media
+from async_opd.files.foreign import Place
 from async_opd.pictures.folder import read_thumbnail, titled
 from async_opd.report.page import text
 
@@ -19,7 +19,7 @@ MOST_CHARS = 1 << 20
 class Gallery:
     """Shows images of a run directory while ``left`` characters suffice."""
 
-    run_dir: Path
+    run_dir: Place
     left: int = MOST_CHARS
     left_out: int = 0
     """Images that found no room on the page."""

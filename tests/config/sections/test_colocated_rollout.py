@@ -38,6 +38,13 @@ def test_nccl_is_refused_between_processes_on_one_gpu() -> None:
         config(WITH_TRAIN, sync={"backend": "nccl"})
 
 
+def test_weights_of_a_cluster_that_the_environment_names_go_through_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert config(WITH_TRAIN).sync_backend == "gloo"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_weights_travel_through_host_memory_there_also_between_gpus(
     device: Any, monkeypatch: pytest.MonkeyPatch

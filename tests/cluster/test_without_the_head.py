@@ -1,0 +1,36 @@
+"""Processes are ended although Ray's head does not answer: nothing waits for it without end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import ray
+
+from async_opd.cluster import actor_shell
+from async_opd.cluster.actor_shell import Remote
+
+
+@pytest.mark.parametrize("end", [Remote.kill, Remote.restart])
+def test_a_lost_head_is_not_waited_for(end: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = threading.Event(), threading.Event()
+
+    def kill(handle: Any, no_restart: bool = True) -> None:
+        asked.set()
+        answers.wait(60)
+
+    monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(actor_shell, "CONFIRM_S", 0.01)
+    end(Remote("student/0", None, 5))
+    assert asked.is_set()
+    answers.set()
+
+
+def test_an_error_of_ray_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(handle: Any, no_restart: bool = True) -> None:
+        raise ValueError("not an actor")
+
+    monkeypatch.setattr(ray, "kill", kill)
+    with pytest.raises(ValueError, match="not an actor"):
+        Remote("student/0", None, 5).kill()
