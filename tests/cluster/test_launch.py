@@ -132,6 +132,7 @@ def actor_factory() -> ActorFactory:
         made.colocated.setdefault(name, {})[index] = teacher
 
     made._start_asleep = start_asleep  # type: ignore[method-assign]
+    made._beside = lambda pool: 0  # type: ignore[method-assign]
     return made
 
 

@@ -87,6 +87,12 @@ def config(*, rollout: int = 4, ranks: int = 2, start_s: float = BOUND_S) -> Run
     )
 
 
+@pytest.fixture(autouse=True)
+def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No size is read of the models that ``config()`` names: they are nowhere."""
+    monkeypatch.setattr("async_opd.cluster.actor_factory.beside", lambda config, pool: 0)
+
+
 @pytest.fixture
 async def factory(cluster: None) -> AsyncIterator[ActorFactory]:
     """Starts processes in the bundles of ``config()``."""
