@@ -14,7 +14,7 @@ from async_opd.config.device_defaults import engine_sizes
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.teachers import EngineTeacher
-from async_opd.memory.pools import Machine, engine_section, step_of
+from async_opd.memory.pools import Machine, cached_numbers, engine_section, step_of
 from async_opd.memory.step import peak
 from async_opd.models.chat_template import read_json
 from async_opd.models.engine_args import engine_dtype
@@ -100,13 +100,17 @@ def cache_bytes(config: RunConfig, name: str, machine: Machine) -> tuple[int, in
         itemsize = 1
     else:
         itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
-    width = max(size.key // pool.tensor_parallel, size.query // size.heads)
     step = engine_sizes(pool.engine, machine.device).max_num_batched_tokens
-    return tokens, 2 * itemsize * width * sum(_kept(settings, size.layers, tokens, step))
+    numbers = cached_numbers(size, pool.tensor_parallel)
+    kept = zip(_kept(settings, len(numbers), tokens, step), numbers, strict=False)
+    return tokens, itemsize * sum(many * each for many, each in kept)
 
 
 def _kept(settings: dict[str, Any], layers: int, tokens: int, step: int) -> Iterator[int]:
-    """Of each layer the tokens whose keys and values it keeps at least."""
+    """Of each layer the tokens whose keys and values it keeps at least.
+
+    The first ``layers`` have some of their own.
+    """
     window = settings.get("sliding_window")
     within = min(window + step, tokens) if isinstance(window, int) else tokens
     kinds = settings.get("layer_types") or ["sliding_attention"] * layers

@@ -276,5 +276,11 @@ def cache_tokens(config: RunConfig, name: str, machine: Machine, nbytes: int) ->
     pool, model = engine_section(config, name)
     size = machine.sizes(model)
     itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
-    width = max(size.key // pool.tensor_parallel, size.query // size.heads)
-    return nbytes // max(2 * itemsize * size.layers * width, 1)
+    return nbytes // max(itemsize * sum(cached_numbers(size, pool.tensor_parallel)), 1)
+
+
+def cached_numbers(size: ModelSize, parallel: int) -> list[int]:
+    """The numbers that each layer keeps of a token on each GPU of an engine."""
+    width = max(size.query // size.heads, 1)
+    caches = size.caches or ((size.key // width, 2 * width),) * size.layers
+    return [max(heads // parallel, 1) * numbers for heads, numbers in caches]
