@@ -1,0 +1,3 @@
+from async_opd.models import torchvision_operators
+
+torchvision_operators.install()

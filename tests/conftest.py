@@ -12,9 +12,7 @@ import pytest
 import tests.properties  # noqa: F401 - registers the profiles before any test has settings
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
-from async_opd.models import torchvision_operators
 
-torchvision_operators.install()
 # Ray gives its workers niceness 15. A test beside them that computes in a process of its own takes
 # 28 times their share of a core: engines that start in a minute alone then took more than ten.
 os.environ.setdefault("RAY_worker_niceness", "0")

@@ -56,7 +56,6 @@ def runs(root: Path, code: str) -> None:
     """In a process that imports the changed packages. Fails with what the process said."""
     environment = {**os.environ, "PYTHONPATH": f"{root}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
     check = f"import async_opd; assert async_opd.__file__.startswith({str(root)!r})\n"
-    check += "from async_opd.models import torchvision_operators as t; t.install()\n"
     done = subprocess.run(
         [sys.executable, "-c", check + code],
         capture_output=True,

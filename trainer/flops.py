@@ -158,5 +158,5 @@ def _windows(settings: Any) -> tuple[int | None, ...]:
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"] * len(layers)
     return tuple(
         getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
-        for layer, kind in zip(layers, kinds, strict=False)
+        for layer, kind in zip(layers, kinds[: len(layers)], strict=True)
     )

@@ -25,7 +25,7 @@ UNAVAILABLE: dict[ScoreKind, str] = {
     "hidden": "the teacher's hidden states",
 }
 """Scores that no server's API returns."""
-HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for."""
 
 OVERRIDES = {"head_dtype", "architectures", *QUANTIZED}
@@ -244,8 +244,7 @@ class ModelChecks:
     def head_sizes(self) -> None:
         """Checks that vLLM has attention kernels on the CPU for the engines' models."""
         for key in sorted(self._engine_keys() & self.files.keys()):
-            size = self.files[key].head_size
-            if size is not None and size not in HEAD_DIMS_ON_CPU:
+            for size in sorted(self.files[key].head_sizes - set(HEAD_DIMS_ON_CPU)):
                 possible = ", ".join(map(str, HEAD_DIMS_ON_CPU))
                 message = f"head size {size} has no attention kernel on CPU"
                 self.found.add(key, message, f"possible: {possible}")

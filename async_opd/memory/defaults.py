@@ -14,7 +14,7 @@ from async_opd.config.device_defaults import engine_sizes
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.teachers import EngineTeacher
-from async_opd.memory.pools import Machine, cache_bytes_of_layer, engine_section, step_of
+from async_opd.memory.pools import Machine, bytes_of_a_token, engine_section, step_of
 from async_opd.memory.step import peak
 from async_opd.models.chat_template import read_json
 from async_opd.models.model_files import sees
@@ -96,12 +96,16 @@ def cache_bytes(config: RunConfig, name: str, machine: Machine) -> tuple[int, in
     settings = _settings(model)
     tokens = max_model_len(pool.engine) or Positions.of(settings, None).longest or 0
     step = engine_sizes(pool.engine, machine.device).max_num_batched_tokens
-    kept = sum(_kept(settings, machine.sizes(model).layers, tokens, step))
-    return tokens, kept * cache_bytes_of_layer(config, name, machine)
+    layers = bytes_of_a_token(config, name, machine)
+    kept = zip(_kept(settings, len(layers), tokens, step), layers, strict=False)
+    return tokens, sum(many * each for many, each in kept)
 
 
 def _kept(settings: dict[str, Any], layers: int, tokens: int, step: int) -> Iterator[int]:
-    """Of each layer the tokens whose keys and values it keeps at least."""
+    """Of each layer the tokens whose keys and values it keeps at least.
+
+    The first ``layers`` have some of their own.
+    """
     window = settings.get("sliding_window")
     within = min(window + step, tokens) if isinstance(window, int) else tokens
     kinds = settings.get("layer_types") or ["sliding_attention"] * layers

@@ -347,17 +347,21 @@ def engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | Engine
 
 def cache_tokens(config: RunConfig, name: str, machine: Machine, nbytes: int) -> int:
     """Tokens whose keys and values fit into ``nbytes`` on each GPU of an engine."""
-    each = machine.sizes(engine_section(config, name)[1]).layers * cache_bytes_of_layer(
-        config, name, machine
-    )
-    return nbytes // max(each, 1)
+    return nbytes // max(sum(bytes_of_a_token(config, name, machine)), 1)
 
 
-def cache_bytes_of_layer(config: RunConfig, name: str, machine: Machine) -> int:
-    """Bytes of a token's keys and values in one layer, on each GPU of an engine."""
+def bytes_of_a_token(config: RunConfig, name: str, machine: Machine) -> list[int]:
+    """Bytes of a token's keys and values in each layer, on each GPU of an engine."""
     pool, model = engine_section(config, name)
-    size = machine.sizes(model)
     itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
     if str(pool.engine.extra.get("kv_cache_dtype", "auto")).startswith("fp8"):
         itemsize = 1
-    return 2 * itemsize * max(size.key // pool.tensor_parallel, size.query // size.heads)
+    numbers = cached_numbers(machine.sizes(model), pool.tensor_parallel)
+    return [itemsize * each for each in numbers]
+
+
+def cached_numbers(size: ModelSize, parallel: int) -> list[int]:
+    """The numbers that each layer keeps of a token on each GPU of an engine."""
+    width = max(size.query // size.heads, 1)
+    caches = size.caches or ((size.key // width, 2 * width),) * size.layers
+    return [max(heads // parallel, 1) * numbers for heads, numbers in caches]

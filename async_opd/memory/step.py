@@ -161,7 +161,7 @@ def _root(step: Step) -> int:
     """Entries that FSDP gathers with the whole model: all outside of layers, but for the head."""
     size = step.size
     head = 0 if size.tied else size.vocabulary * size.hidden
-    outside = size.tower.outside if size.tower else 0
+    outside = size.outside + (size.tower.outside if size.tower else 0)
     return size.hidden * size.embeddings - head + outside
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os.path
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audi
 """Keys of a config.json that make vLLM or transformers load another model or configuration."""
 QUANTIZED = ("quantization_config", "compression_config")
 """Keys of a config.json whose weights are quantized; the second is of compressed-tensors."""
+GLOBAL = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+"""Keys of Gemma 4's published configs for its layers without a window, and the keys that they
+replace there. transformers writes ``per_layer_config`` instead."""
 ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
 """With peft installed, transformers loads the model that an adapter's configuration names."""
 
@@ -103,10 +107,13 @@ class ModelFiles:
         return self._number("max_position_embeddings")
 
     @property
-    def head_size(self) -> int | None:
-        """Size of an attention head, if config.json has it."""
+    def head_sizes(self) -> set[int]:
+        """Sizes of attention heads, as far as config.json has them."""
         hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
-        return self._number("head_dim") or (hidden // heads if hidden and heads else None)
+        default = hidden // heads if hidden and heads else None
+        settings = text_settings(self.config)
+        sizes = [one.get("head_dim") or default for one in layers_of(settings) or [settings]]
+        return {size for size in sizes if isinstance(size, int) and size > 0}
 
     @property
     def untrainable(self) -> str:
@@ -186,3 +193,20 @@ def missing_shards(path: Path) -> list[str]:
         message = f"{file}: weight_map does not map names to files"
         raise ModelError(message, "save the model again")
     return sorted({name for name in shards.values() if not os.path.isfile(path / name)})
+
+
+def layers_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """All settings of each layer, some of which may have others than the model (Gemma 4).
+
+    ``settings``: the text settings of a config.json. Empty if they have no number of layers.
+    """
+    count = settings.get("num_hidden_layers") or settings.get("n_layer")
+    own, kinds = settings.get("per_layer_config"), settings.get("layer_types")
+    if not isinstance(own, Mapping) and isinstance(kinds, list):
+        wide = {ours: settings[theirs] for theirs, ours in GLOBAL.items() if settings.get(theirs)}
+        if not settings.get("attention_k_eq_v", True):
+            wide.pop("num_key_value_heads", None)
+        own = {str(at): wide for at, kind in enumerate(kinds) if kind == "full_attention"}
+    changed = own if isinstance(own, Mapping) else {}
+    each = [changed.get(str(at)) for at in range(count if isinstance(count, int) else 0)]
+    return [{**settings, **(one if isinstance(one, Mapping) else {})} for one in each]

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from async_opd.models.model_files import ModelError
+from async_opd.models.model_files import ModelError, layers_of
 from async_opd.models.tokenizer import read_json, text_settings
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -112,6 +112,9 @@ class ModelSize:
     input matrices. ``active`` of ``experts`` compute a token; both 0 without a mixture.
     ``recomputable``: transformers can recompute the layers. ``tower``: what sees, if anything does.
     ``numels``: entries of a tensor, and the number of such tensors.
+    ``outside``: entries outside of layers, embedding and head. Where layers differ, widths are the
+    largest. ``caches``: for each layer that has keys and values of its own the heads that an engine
+    keeps of a token, and the numbers of each; empty if not known.
     """
 
     floats: int
@@ -132,6 +135,8 @@ class ModelSize:
     recomputable: bool = True
     tower: Tower | None = None
     numels: tuple[tuple[int, int], ...] = ()
+    outside: int = 0
+    caches: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def read(cls, model: str | Path) -> ModelSize:
@@ -166,9 +171,11 @@ class ModelSize:
         tensors = [one for one in tensors if not SEES.search(one[0])]
         first = {FIRST_LAYER.split(name)[-1] for name, *_ in tensors if FIRST_LAYER.search(name)}
         given = text_settings(config)
+        layers = layers_of(given)
+        widths = [_widths(one) for one in layers or [given]]
         hidden = _number(given, "hidden_size", "n_embd")
-        heads = _number(given, "num_attention_heads", "n_head") or 1
-        width = _number(given, "qk_head_dim", "head_dim") or hidden // heads
+        table = sum(math.prod(shape) for name, shape, _ in tensors if TABLES.search(name))
+        inside = _entries(one for one in tensors if LAYER.search(one[0]))
         inner = _number(given, "moe_intermediate_size", "intermediate_size") or 4 * hidden
         experts = _number(given, *EXPERTS)
         return cls(
@@ -178,11 +185,10 @@ class ModelSize:
             inner,
             _number(given, "num_hidden_layers", "n_layer"),
             _number(given, "vocab_size"),
-            embeddings=sum(math.prod(s) for n, s, _ in tensors if TABLES.search(n))
-            // (hidden or 1),
-            query=heads * width,
-            key=(_number(given, "num_key_value_heads") or heads) * width,
-            heads=heads,
+            embeddings=table // (hidden or 1),
+            query=max(heads * width for heads, _, width in widths),
+            key=max(keys * width for _, keys, width in widths),
+            heads=max(heads for heads, *_ in widths),
             norms=sum(
                 bool(re.search(r"(norm|ln_\d)\.weight$", n))
                 for n in first
@@ -192,17 +198,19 @@ class ModelSize:
             query_norms=any("q_norm" in name for name in first),
             gated=any("gate_proj" in n or "gate_up" in n for n in first) or not first,
             experts=experts,
-            active=_number(given, "num_experts_per_tok") if experts else 0,
+            active=_number(given, "num_experts_per_tok", "top_k_experts") if experts else 0,
             recomputable=given.get("model_type") not in NOT_RECOMPUTED,
             tower=Tower.of(config, seeing),
             numels=tuple(numels.items()),
+            outside=_entries(tensors) - inside - table if inside else 0,
+            caches=_caches(given, [(keys, width) for _, keys, width in widths if layers]),
         )
 
     @property
     def block(self) -> int:
         """Entries of one layer of the decoder."""
-        tower = self.tower.entries if self.tower else 0
-        return (self.floats - tower - self.embeddings * self.hidden) // max(self.layers, 1)
+        others = (self.tower.entries if self.tower else 0) + self.outside
+        return (self.floats - others - self.embeddings * self.hidden) // max(self.layers, 1)
 
     @property
     def tied(self) -> bool:
@@ -246,6 +254,24 @@ def _is_norm(tensor: Tensor) -> bool:
     """Whether it is a norm's weight: ``norm.weight``, and ``ln_q.weight`` of Qwen2.5-VL."""
     name, shape, _ = tensor
     return len(shape) == 1 and bool(re.search(r"(norm|ln_q)\.weight$", name))
+
+
+def _widths(settings: Mapping[str, Any]) -> tuple[int, int, int]:
+    """A layer's heads of queries, its heads of keys, and the width of each."""
+    heads = _number(settings, "num_attention_heads", "n_head") or 1
+    hidden = _number(settings, "hidden_size", "n_embd")
+    width = _number(settings, "qk_head_dim", "head_dim") or hidden // heads
+    return heads, _number(settings, "num_key_value_heads") or heads, width
+
+
+def _caches(
+    settings: Mapping[str, Any], keys: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """See ``ModelSize.caches``. Latent attention keeps one compressed head, and rotary numbers."""
+    own = keys[: max(len(keys) - _number(settings, "num_kv_shared_layers"), 0)]
+    if latent := _number(settings, "kv_lora_rank"):
+        return ((1, latent + _number(settings, "qk_rope_head_dim")),) * len(own)
+    return tuple((heads, 2 * width) for heads, width in own)
 
 
 def _number(settings: Mapping[str, Any], *names: str) -> int:

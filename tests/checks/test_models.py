@@ -130,6 +130,11 @@ def test_a_head_size_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
     assert "head size 48" in one(f"student.model={model(tmp_path, 'student', head_dim=48)}").message
 
 
+def test_a_head_size_of_some_layers_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student", per_layer_config={"1": {"head_dim": 48}})
+    assert "head size 48" in one(f"student.model={path}").message
+
+
 def test_a_head_size_of_null_is_read_from_the_other_sizes(tmp_path: Path) -> None:
     assert found(f"student.model={model(tmp_path, 'student', head_dim=None)}") == []
 

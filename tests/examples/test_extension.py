@@ -19,8 +19,6 @@ EXTENSION = ROOT / "examples" / "extension"
 
 TRAINED = """
 import json, sys
-from async_opd.models import torchvision_operators
-torchvision_operators.install()  # as the command does
 from async_opd.api import user_loss_problems
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config

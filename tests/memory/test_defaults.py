@@ -12,7 +12,7 @@ import pytest
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.memory.defaults import NEAR_FULL, with_lengths, with_recomputation
-from async_opd.memory.pools import GIB, Machine, step_of
+from async_opd.memory.pools import GIB, Machine, cached_numbers, step_of
 from async_opd.memory.step import peak
 from async_opd.models.model_size import ModelSize
 
@@ -114,3 +114,10 @@ def test_auto_stays_where_the_memory_is_not_known_or_nothing_can_be_recomputed()
         Machine("cuda", 80 * GIB, fixed.__getitem__),
     ):
         assert with_recomputation(made, machine, GIB) == made
+
+
+def test_an_engine_keeps_of_a_token_what_each_of_its_layers_keeps() -> None:
+    latent_too = replace(SIZES["8"], caches=((8, 256), (1, 576)))
+    assert cached_numbers(latent_too, 1) == [2048, 576]
+    assert cached_numbers(latent_too, 4) == [512, 576]
+    assert cached_numbers(SIZES["8"], 2) == [1024] * 36

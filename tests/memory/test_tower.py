@@ -78,7 +78,7 @@ def test_the_towers_shape_is_read_from_config_and_weights() -> None:
     assert (tower.hidden, tower.inner, tower.layers) == (64, 128, 2)
     assert (tower.patch, tower.merged) == (3 * 2 * 8 * 8, 4)
     size = ModelSize.read(MODEL)
-    decoder = size.floats - tower.entries - size.embeddings * size.hidden
+    decoder = size.floats - tower.entries - size.embeddings * size.hidden - size.outside
     assert size.block == decoder // size.layers
 
 

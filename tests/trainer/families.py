@@ -132,6 +132,21 @@ def gemma3() -> Any:
     return made("Gemma3", head_dim=16, sliding_window=3, layer_types=kinds)
 
 
+def gemma4(**settings: Any) -> Any:
+    """Wider heads in layers without a window, keys of other layers, and inputs of each layer."""
+    return made(
+        "Gemma4",
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=3,
+        vocab_size_per_layer_input=32,
+        hidden_size_per_layer_input=8,
+        **{"num_kv_shared_layers": 2, **settings},
+    )
+
+
 def gpt_oss() -> Any:
     """Sinks, which take a share of every query's attention."""
     kinds = ["sliding_attention", "full_attention"]

@@ -33,6 +33,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "Qwen3": tiny_model,
     "windows": lambda: families.mistral(window=3),
     "one window in two layers": families.gemma3,
+    "wider heads without a window": families.gemma4,
     "latent attention": families.deepseek,
     "experts": families.mixtral,
 }

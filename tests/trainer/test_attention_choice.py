@@ -160,6 +160,7 @@ NEEDS: dict[str, tuple[Any, AttentionNeeds]] = {
     "Qwen3": (tiny_model, replace(PLAIN, head_dims=(16, 16))),
     "Gemma 2": (families.gemma2, replace(CAPPED, head_dims=(16, 16))),
     "Gemma 3": (families.gemma3, replace(PLAIN, head_dims=(16, 16))),
+    "Gemma 4": (families.gemma4, replace(PLAIN, layers=4, head_dims=(32, 32))),
     "gpt-oss": (families.gpt_oss, replace(SINKS, head_dims=(16, 16))),
     "Mistral": (lambda: families.mistral(3), replace(PLAIN, head_dims=(16, 16))),
     "DeepSeek V3": (families.deepseek, replace(PLAIN, head_dims=(24, 16))),

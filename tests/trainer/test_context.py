@@ -48,6 +48,7 @@ STUDENTS: dict[str, Callable[[], Any]] = {
     "grouped queries": tiny_model,
     "sliding windows": lambda: families.mistral(3),
     "windows in some layers": families.gemma3,
+    "wider heads without a window": families.gemma4,
     "soft caps": families.gemma2,
     "latent attention": families.deepseek,
     "long rope": pinned,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.rollout import StudentConfig
 from async_opd.core.errors import StageError
 from async_opd.models.lm_head import LogitShape
+from tests.trainer.families import gemma4
 from tests.trainer.models import random_sample, tiny_model
 from trainer.build import build_learner
 from trainer.student.check import _Probe, check_student
@@ -51,6 +54,19 @@ def recurrent() -> Any:
 def test_the_quickstarts_student_is_built_in_float32(quickstart: str) -> None:
     model = build_learner(config(quickstart), "cpu").model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_student_whose_layers_differ_is_built_and_trained(
+    quickstart: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "gemma4")
+    gemma4().save_pretrained(path)
+    made = config(quickstart, lr=1e-2).model_copy(update={"student": StudentConfig(model=path)})
+    learner = build_learner(made, "cpu")
+    batch = [random_sample(i, 4 + i, k=6) for i in range(3)]
+    reports = [learner.train_batch(batch) for _ in range(3)]
+    assert reports[2].metrics["loss/total"] < reports[0].metrics["loss/total"]
+    assert all(report.metrics["train/tflops"] > 0 for report in reports)
 
 
 @pytest.mark.parametrize(

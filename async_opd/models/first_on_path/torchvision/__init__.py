@@ -9,12 +9,13 @@ of its operators.
 It imports nothing of async_opd, which a child of a grader may not find.
 """
 
+import importlib
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
 from typing import Any
 
-import torch
+torch: Any = importlib.import_module("torch")
 
 SCHEMAS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
