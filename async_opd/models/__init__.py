@@ -1,5 +1,5 @@
 """Model directories, read without transformers: files, tokenizer, output head, engine arguments.
 
 ``processor`` alone imports transformers, when a processor is loaded.
-Imports ``media``, ``config`` and ``core``.
+Imports ``media``, ``files``, ``config`` and ``core``.
 """
