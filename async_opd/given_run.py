@@ -79,10 +79,10 @@ def given_config(
     place = foreign(run_dir)
     refuse_other_formats(place)
     where = str(place / "config.yaml")
-    config = load_config(place / "config.yaml")
+    config = load_config(place / "config.yaml", recorded=True)
     code, problems = dict(_named_code(config)), list[Problem]()
     if record is not None:
-        of_run, config = config, load_config(record, folder=place.root)
+        of_run, config = config, load_config(record, (), place.root, recorded=True)
         # the record has the cluster that the environment named then
         config = config.model_copy(update={"cluster": of_run.cluster})
         code |= _named_code(config)

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from async_opd.accounting.journal import LEDGER
@@ -38,13 +39,13 @@ class Audit:
     steps: int
 
 
-def audit(run_dir: Place) -> Audit:
+def audit(run_dir: str | Place) -> Audit:
     """Reads the journal and the summary of a run.
 
     The last line is ignored if it is torn: the driver was killed while it wrote it. AuditError;
     ConfigError for a run directory of another format.
     """
-    folder = foreign(run_dir)
+    folder = foreign(Path(run_dir) if isinstance(run_dir, str) else run_dir)
     refuse_other_formats(folder)
     admitted: Counter[str] = Counter()
     trained: list[str] = []

@@ -54,14 +54,16 @@ def load_config(
     path: str | Readable | Mapping[str, Any],
     overrides: Sequence[str] = (),
     folder: Path | None = None,
+    recorded: bool = False,
 ) -> RunConfig:
     """Reads a config, applies overrides, validates. Raises ConfigError with all problems.
 
     A mapping is the content of a file in ``folder``, by default the working directory.
     Relative paths of models, data and graders, in the file or in overrides, are relative to the
-    file's folder; ``run_dir`` stays relative to the working directory.
+    file's folder; ``run_dir`` stays relative to the working directory. A ``recorded`` config,
+    that of a run directory, reads no environment variable.
     """
-    source = _prepared(path, overrides, folder)
+    source = _prepared(path, overrides, folder, recorded)
     found = _validated(source)
     if source.problems or not isinstance(found, RunConfig):
         raise ConfigError(_without_secrets(source))
@@ -76,7 +78,7 @@ def load_recorded_config(
     A key that this version does not know, or whose value it does not take, has its default. Faults
     of whole sections, of keys that do not go together, and of overrides raise ConfigError.
     """
-    source = _prepared(path, overrides)
+    source = _prepared(path, overrides, recorded=True)
     left_out: list[Problem] = []
     while not source.problems:
         found = _validated(source)
@@ -99,7 +101,10 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[An
 
 
 def _prepared(
-    path: str | Readable | Mapping[str, Any], overrides: Sequence[str], folder: Path | None = None
+    path: str | Readable | Mapping[str, Any],
+    overrides: Sequence[str],
+    folder: Path | None = None,
+    recorded: bool = False,
 ) -> _Source:
     """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
     if isinstance(path, Mapping):
@@ -112,7 +117,7 @@ def _prepared(
         source.override(override)
     source.check_secrets()
     source.check_names()
-    resolve_paths(source.tree, (folder or Path()).resolve(), source.add)
+    resolve_paths(source.tree, (folder or Path()).resolve(), source.add, recorded)
     return source
 
 

@@ -27,15 +27,16 @@ Add = Callable[[str, str, str], None]
 """Adds a problem: key, message, remedy."""
 
 
-def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add) -> None:
+def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add, recorded: bool = False) -> None:
     """Makes paths of models, data and graders absolute, relative to ``folder``, the config's.
 
     ``run_dir`` stays relative to the working directory. Variables that are not set are added, and
-    those that hold a secret, which the run directory's config.yaml would show.
+    those that hold a secret, which the run directory's config.yaml would show. That one, which is
+    ``recorded``, has none left: what looks like one there is text.
     """
     for section, name, key in _paths(tree):
         text = section[name]
-        for variable in VARIABLE.findall(text):
+        for variable in () if recorded else VARIABLE.findall(text):
             value = os.environ.get(variable)
             if names_secret(variable) or looks_secret(value or ""):
                 message = f"{text!r} names {variable}, a secret, which paths in files would show"
@@ -44,7 +45,8 @@ def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add) -> None:
             elif value is None:
                 message = f"{text!r} needs the environment variable {variable}, which is not set"
                 add(key, message, f"export {variable}, or write the path itself")
-        text = VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), text)
+        if not recorded:
+            text = VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), text)
         if key == "run_dir" and is_url(text):
             message = f"found {text}: a run writes to a directory of this machine"
             add(key, message, "leave it local, and set checkpoint.mirror to the URL")

@@ -67,7 +67,7 @@ def _run(run_dir: Path, overrides: Sequence[str]) -> Source:
     """The config of a run, with overrides if given, and the run's measured speeds."""
     run = read_run(run_dir)
     file = foreign(run_dir) / "config.yaml"
-    config = load_config(file, overrides)
+    config = load_config(file, overrides, recorded=True)
     same = config == run.config
     measured = run.measured if same else None
     return Source(config, run.plan, measured, str(file), run_dir / "plan.svg")

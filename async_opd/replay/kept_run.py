@@ -118,7 +118,7 @@ def _complete(files: Sequence[KeptFile]) -> bool:
 def _not_kept(run_dir: Path, step: int, kept: Sequence[int]) -> ConfigError:
     if kept:
         return _refused(run_dir, f"the batch of step {step} is not kept", f"one of {_said(kept)}")
-    if not load_config(foreign(run_dir) / "config.yaml").log.replay:
+    if not load_config(foreign(run_dir) / "config.yaml", recorded=True).log.replay:
         return _refused(run_dir, "log.replay was off: no batches are kept", "set log.replay: true")
     return _refused(run_dir, "it has no kept batches yet", "wait for a step")
 

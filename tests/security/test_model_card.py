@@ -51,6 +51,15 @@ def test_no_digest_of_a_file_that_the_config_names_is_in_the_card(
     assert "| data | SHA-256 of all training prompts and answers: d1g35t |" in found
 
 
+def test_no_variable_of_the_environment_is_in_the_card(
+    card: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUILD_HOST", "internal-7")
+    found = card(data={"train": ["${BUILD_HOST}"]})
+    assert "internal-7" not in found
+    assert "| data | ${BUILD\\_HOST} |" in found
+
+
 NAMES = [
     "[click](https://evil.example)",
     "<img src=//evil.example/x>",

@@ -33,7 +33,8 @@ def _dashboard(given: argparse.Namespace) -> int:
     from async_opd.observability.dashboard.workspace import save
 
     path = Path(given.path)
-    folder = path if path.is_dir() else Path()
-    config = load_config(foreign(path) / "config.yaml" if path.is_dir() else path, [])
+    of_run = path.is_dir()
+    folder = path if of_run else Path()
+    config = load_config(foreign(path) / "config.yaml" if of_run else path, recorded=of_run)
     print(indented(save(config, folder, given.entity, given.path)))
     return 0

@@ -52,7 +52,7 @@ def read_run(run_dir: Place) -> MeasuredRun:
     """Reads a run directory. ConfigError if files or metrics are missing or of another format."""
     refuse_other_formats(run_dir)
     config_file = foreign(run_dir) / "config.yaml"
-    config = load_config(config_file)
+    config = load_config(config_file, recorded=True)
     record = RecordedSteps(config, foreign(run_dir))
     plan = record.plan()
     setting = setting_of(config, plan, str(config_file))
