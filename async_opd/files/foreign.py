@@ -219,9 +219,9 @@ Place = Path | ForeignPath
 """A directory or file that was given as it is, or a place below one."""
 
 
-def foreign(place: Place) -> ForeignPath:
-    """The place, below which nothing but its own methods opens a file."""
-    return place if isinstance(place, ForeignPath) else ForeignPath(place)
+def foreign(place: Place | str) -> ForeignPath:
+    """The place, below which nothing but its own methods opens a file; ranks get it as a text."""
+    return place if isinstance(place, ForeignPath) else ForeignPath(Path(place))
 
 
 def _blobs(home: Path) -> Iterator[Path]:
