@@ -73,7 +73,7 @@ def _evaluate(given: argparse.Namespace) -> int:
     out = Path(given.out or f"runs/{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}")
     model = models[0] if models else None
     if model is not None and config.student.trust_remote_code and not given.trust_remote_code:
-        message = f"the config trusts the code of its own student, which {model} may not have"
+        message = f"the config trusts the code of its student, which {model} may not have"
         raise _refused("MODEL", message, f"read its *.py, then add {TRUST}: it permits that code")
     if model is not None and (foreign(Path(model)) / MANIFEST).is_file():
         model = _exported(Path(model), out / MODEL, given.trust_remote_code)

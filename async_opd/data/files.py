@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 RowFile = Path | ForeignPath | RemoteFile
-"""What a config names itself, a file of a data set's folder, or one at a URL."""
+"""A file that a config names, one of a data set's folder, or one at a URL."""
 
 
 class FileSource(RowSource):

@@ -51,7 +51,7 @@ def thumbnail(encoded: bytes) -> tuple[str, bytes]:
 
 
 def thumbnail_file(run_dir: Place, sha256: str) -> ForeignPath | None:
-    """The file of an image's thumbnail; None for a hash without one, and for what is no hash.
+    """The file of an image's thumbnail; None for a hash without one, and for any other text.
 
     OSError if ``media/`` is a link.
     """

@@ -182,7 +182,7 @@ def test_a_model_that_is_given_has_code_only_where_the_command_line_says_so(
     given = ("eval", str(EXAMPLE), str(run_dir), "student.trust_remote_code=true")
     said = command(*given, "--out", str(run_dir.parent / "out"))
     assert said.code == 2
-    assert "the config trusts the code of its own student" in said.err
+    assert "the config trusts the code of its student" in said.err
     assert "--trust-remote-code" in said.err
 
 
