@@ -334,7 +334,7 @@ def test_the_remedy_for_a_teacher_with_prompts_of_its_own_is_its_own_length(tmp_
     models["teachers"]["a"]["system_prompt"] = "be brief"
     ((key, _, remedy),) = faults_of_cache(of_run(models, max_prompt_tokens=2048), of_folders(40))
     assert key == "teachers.a.engine.max_model_len"
-    assert remedy.startswith("set it to the longest prompt")
+    assert remedy.startswith("set it to its longest prompt")
 
 
 def test_layers_with_a_window_keep_the_window_only(tmp_path: Path) -> None:
