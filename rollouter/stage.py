@@ -24,8 +24,7 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
-from async_opd.processes.event_log import EventLog
-from async_opd.processes.events import Event
+from async_opd.processes.events import Event, EventLog
 from async_opd.processes.members import Member, MemberSet, Policy, Probe
 from async_opd.queue.sizes import calls
 from async_opd.waiting.deadline import Timer

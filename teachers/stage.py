@@ -30,7 +30,7 @@ from async_opd.core.lease import Lease
 from async_opd.core.reports import Events, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, rollouts_topic
-from async_opd.processes.event_log import EventLog
+from async_opd.processes.events import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.race import gather_or_cancel

@@ -16,7 +16,7 @@ from async_opd.core.lease import Ack, Lease, MediaStats, TopicStats
 from async_opd.core.reports import Events
 from async_opd.core.samples import Header
 from async_opd.core.uid import Uid
-from async_opd.processes.event_log import EventLog
+from async_opd.processes.events import EventLog
 from async_opd.queue.held_media import HeldMedia
 from async_opd.queue.topic import Topic
 from async_opd.waiting.deadline import Timer, loop_timer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.processes.event_log import EventLog
+from async_opd.processes.events import EventLog
 
 
 async def test_who_waits_hears_of_the_next_line() -> None:
