@@ -40,7 +40,7 @@ class ModelSize:
     of the experts that a token is sent to. ``head``: entries of the head. A frozen entry counts two
     thirds in both. ``attention``: for each layer query plus value width over all its heads.
     ``windows``: for each layer how many tokens a token attends to at most, itself included, or None
-    for all before it. ``tower`` and ``projector``: entries of matrices that see, ``patches`` of
+    for all before it. ``tower`` and ``projector``: entries of the vision matrices, ``patches`` of
     which a token of an image is made. ``unknown``: why FLOPs cannot be counted; ``decoder`` then
     has all of the model's entries, which is enough to share samples out.
     """

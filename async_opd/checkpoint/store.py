@@ -276,7 +276,7 @@ def load(folder: Place) -> Checkpoint:
         there = at.entries()
         irregular = [one.name for one in there if not one.is_file()]
         if irregular:  # reading a pipe or a device might never end
-            raise ValueError(f"{irregular} are no regular files")
+            raise ValueError(f"{irregular} are not regular files")
         manifest = _Manifest.validate_json((at / MANIFEST).read())
         found = {one.name for one in there} - {MANIFEST}
         if found != set(manifest):

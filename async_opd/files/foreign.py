@@ -99,7 +99,7 @@ class ForeignPath:
         return stat.S_ISDIR(self._mode())
 
     def entries(self) -> list[ForeignPath]:
-        """The entries of a folder, in the order of names; nothing if there is no folder."""
+        """The entries of a folder, in the order of names; nothing if it does not exist."""
         try:
             handle = self._handle(os.O_RDONLY)
         except FileNotFoundError:

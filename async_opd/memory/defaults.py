@@ -104,7 +104,7 @@ def cache_bytes(config: RunConfig, name: str, machine: Machine) -> tuple[int, in
 def _kept(settings: dict[str, Any], layers: int, tokens: int, step: int) -> Iterator[int]:
     """Of each layer the tokens whose keys and values it keeps at least.
 
-    The first ``layers`` have some of their own.
+    The first ``layers`` have theirs.
     """
     window = settings.get("sliding_window")
     within = min(window + step, tokens) if isinstance(window, int) else tokens

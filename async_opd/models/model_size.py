@@ -113,7 +113,7 @@ class ModelSize:
     ``recomputable``: transformers can recompute the layers. ``tower``: what sees, if anything does.
     ``numels``: entries of a tensor, and the number of such tensors.
     ``outside``: entries outside of layers, embedding and head. Where layers differ, widths are the
-    largest. ``caches``: for each layer that has keys and values of its own the heads that an engine
+    largest. ``caches``: for each layer that computes keys and values the heads that an engine
     keeps of a token, and the numbers of each; empty if not known.
     """
 

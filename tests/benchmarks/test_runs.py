@@ -1,6 +1,6 @@
 """Every module of benchmarks/ with a main runs at its smallest size, and prints its figures last.
 
-Each is a process of its own, as the docs name it, and runs once: all tests read what it printed.
+Each runs once in a separate process, as the docs name it: all tests read what it printed.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Runs:
 
 
 def unmeasured(figures: Any, name: str = "") -> Iterator[str]:
-    """The names of figures that are missing or are no finite numbers."""
+    """The names of figures that are missing or not finite."""
     if isinstance(figures, dict | list) and figures:
         pairs = figures.items() if isinstance(figures, dict) else enumerate(figures)
         for key, value in pairs:
@@ -241,7 +241,7 @@ NEEDS_GPU = {
     "snapshot": {"pinned, made once"},
     "streams": {"own"},
 }
-"""What each script skips on a CPU."""
+"""The cells that each script skips on a CPU."""
 
 
 @pytest.mark.slow

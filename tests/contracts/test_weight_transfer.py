@@ -118,9 +118,9 @@ class Engine:
         """As AsyncLLM's: to all workers, through JSON's types."""
         if self.dead and "update_weights" in args:
             raise ProcessDied("student", "its engine died")
-        told = json.loads(json.dumps(args))
+        sent = json.loads(json.dumps(args))
         calls = (
-            thread.run(getattr(worker, method), *told)
+            thread.run(getattr(worker, method), *sent)
             for thread, worker in zip(self.threads, self.workers, strict=True)
         )
         return await asyncio.gather(*calls)

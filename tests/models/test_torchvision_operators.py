@@ -82,9 +82,9 @@ def test_an_import_that_failed_can_be_tried_again(torchvision: Path) -> None:
 def test_what_is_imported_is_torchvision_itself(torchvision: Path) -> None:
     package = torchvision / "torchvision"
     (package / "io.py").write_text("")
-    told = "t.__file__, t.__spec__.origin, *t.__path__, t.io.__file__, t.__loader__.path"
+    printed = "t.__file__, t.__spec__.origin, *t.__path__, t.io.__file__, t.__loader__.path"
     done = run(
-        f"{INSTALLS}; import torchvision.io; t = torchvision; print({told})", torchvision, ROOT
+        f"{INSTALLS}; import torchvision.io; t = torchvision; print({printed})", torchvision, ROOT
     )
     code = str(package / "__init__.py")
     assert done.stdout.split() == [code, code, str(package), str(package / "io.py"), code]

@@ -70,7 +70,7 @@ COMMANDS = [exported, evaluated]
 
 @pytest.fixture
 def exploded(run_dir: Path) -> Path:
-    """What the code of the student makes, which the run trusts."""
+    """The file that the code of the trusted student makes."""
     student, made = run_dir.parent / "student", run_dir.parent / "exploded"
     classes = {"AutoConfig": "code_of_mine.C", "AutoModelForCausalLM": "code_of_mine.M"}
     config = {"model_type": "mine", "auto_map": classes}
@@ -201,7 +201,7 @@ def kept_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(folder: Path, change: Change) -> None:
-    """Writes step 1, whose record has a config of its own."""
+    """Writes step 1, whose record has another config."""
     tree = kept.config_of(folder).model_dump(mode="json", by_alias=True)
     change(tree)
     result = StepResult(1, "part", (), {}, 1.0)

@@ -92,7 +92,7 @@ def test_what_is_exported_is_its_owners_alone(run_dir: Path) -> None:
 
 
 def mirrored(folder: Path, run: LocalRun, status: Any) -> str:
-    """What is in the bucket after the end of a run; what closing it raises is left out."""
+    """The content of the bucket after a run; errors of closing it are left out."""
     mirror = Mirror(run.store, RunCopies.at(f"file://{folder}/bucket"), 20, 20)
     try:
         mirror.close(Summary(status, None, 1, 1.0, run.folder))

@@ -105,7 +105,7 @@ class EmptyStudent:
 def _on_meta(directory: Path, trust_remote_code: bool) -> Any:
     """The model of a directory's config.json in float32 and eval mode, all of it on ``meta``.
 
-    StageError if it is no directory: the name would be that of a model of the hub.
+    StageError if it is not a directory: the name would be that of a model of the hub.
     """
     if not directory.is_absolute() or not directory.is_dir():
         cause = f"student.model: no such directory: {directory}"

@@ -21,8 +21,8 @@ class EngineConfig(Section):
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens. By default what the run needs, if
     ``data.max_prompt_tokens`` is set: that, the longest response, and one token; the model's own
-    limit without it, for LongRoPE and dynamic NTK, and for a teacher with prompts or images of its
-    own. An engine starts only if its KV cache holds one such sequence."""
+    limit without it, for LongRoPE and dynamic NTK, and for a teacher whose prompts or images differ
+    from the student's. An engine starts only if its KV cache holds one such sequence."""
     max_num_seqs: PositiveInt | Literal["auto"] = "auto"
     """Requests that an engine runs at the same time; further ones wait outside of it. ``auto``: 64
     on a CPU, 256 on GPUs. A call to a teacher has as many rollouts, but at most 64."""
