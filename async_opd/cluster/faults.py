@@ -47,8 +47,8 @@ class Fault:
 FAULTS = (
     Fault(
         (found.ActorUnavailableError,),
-        "its process cannot be reached",
-        f"{LOG}; run.log names a machine that is lost",
+        "its process died, or cannot be reached",  # Ray does not know yet which
+        f"{MEMORY}; run.log names a machine that is lost",
         becomes=ProcessRestarts,
     ),
     Fault((found.RayActorError,), "its process died", MEMORY, becomes=ProcessRestarts),

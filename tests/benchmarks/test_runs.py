@@ -87,10 +87,6 @@ CASES = {
 }
 
 
-NOT_YET_RUN = ("chaos", "freshness", "hand_out", "objectives", "pipeline", "plan")
-"""Cases whose arguments have never been run to their end: pytest reports them as skipped."""
-
-
 def modules() -> list[str]:
     """The runnable modules of the folder, as they are named behind ``benchmarks.``."""
     folder = ROOT / "benchmarks"
@@ -100,8 +96,7 @@ def modules() -> list[str]:
 
 def marked(name: str) -> Any:
     """The module as a parameter, marked by what it starts."""
-    skipped = pytest.mark.skipif(name in NOT_YET_RUN, reason="never run at this size so far")
-    return pytest.param(name, marks=(*MARKS[CASES.get(name, Case()).starts], skipped))
+    return pytest.param(name, marks=MARKS[CASES.get(name, Case()).starts])
 
 
 class Runs:
