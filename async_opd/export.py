@@ -62,8 +62,10 @@ def _export(given: argparse.Namespace) -> int:
 
     out = Path(given.out).absolute()
     with private_files(), run_at(given.source, record_and_weights) as found:
-        checkpoint = found / FOLDER / given.source.rstrip("/").rpartition("/")[2]
-        source = checkpoint if is_url(given.source) and checkpoint.is_dir() else found
+        source = found
+        if is_url(given.source):
+            checkpoint = found / FOLDER / given.source.rstrip("/").rpartition("/")[2]
+            source = checkpoint if checkpoint.is_dir() else found
         trusted = given.trust_remote_code
         export(source, out, given.dtype, adapter=given.adapter, trust_remote_code=trusted)
     print(on_one_line(f"the student is in {out}"))

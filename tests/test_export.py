@@ -270,6 +270,14 @@ def test_a_mirror_is_exported_as_the_run_directory_is(
         assert one.read_bytes() == other.read_bytes()
 
 
+def test_the_working_directory_is_exported_as_its_path_is(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir)
+    assert main(["export", ".", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_a_url_without_a_copy_is_refused(
     mirrored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

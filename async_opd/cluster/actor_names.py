@@ -24,7 +24,7 @@ from ray.exceptions import ActorAlreadyExistsError
 from async_opd.cluster.actor_shell import RETRY_S, START_KEY, Remote
 from async_opd.cluster.watching.nodes import nodes
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import StageTimeout
+from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import TRAINER
 from async_opd.memory.pools import EVAL
 
@@ -84,8 +84,8 @@ async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -
     """The actor of ``create()``, as soon as Ray has freed the name of its predecessor.
 
     Ray frees the name of an actor that is killed, or whose owner has died. It does not free the
-    name of one that crashed: a rebuild kills that one first. Raises StageTimeout after
-    ``timeout_s``, and StageError if Ray's head does not answer.
+    name of one that crashed: a rebuild kills that one first. A head that does not answer is asked
+    again: ``ClusterWatch`` ends the run if it is lost. Raises StageTimeout after ``timeout_s``.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -93,7 +93,7 @@ async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -
                 try:
                     await nodes()  # ``create`` would wait without end for a head that is lost
                     return create()
-                except ActorAlreadyExistsError:
+                except (ActorAlreadyExistsError, StageError):
                     await asyncio.sleep(RETRY_S)
     except TimeoutError as error:
         cause = f"another actor still has its name in Ray after {timeout_s:g} s"

@@ -108,13 +108,9 @@ class TrainerActor(SingletonActor):
         return (self.remote, *self.others)
 
     async def build(self) -> None:
-        """See SingletonActor. Several ranks are built together: each waits for all.
-
-        StageTimeout if the cluster has no GPUs for them for ``timeouts.stall_s``.
-        """
-        timeouts = self.config.timeouts
-        bound, placed = timeouts.engine_start_s, gather_or_cancel(*(r.placed() for r in self.ranks))
-        await Deadline(TRAINER).within(timeouts.stall_s, "waiting for its GPUs", placed, NO_GPUS)
+        """See SingletonActor and ``placed``. Ranks are built together: each waits for all."""
+        await self.placed()
+        bound = self.config.timeouts.engine_start_s
         if not self.others:
             await self.remote.build(self.path, self.args, bound)
             return
@@ -127,6 +123,12 @@ class TrainerActor(SingletonActor):
                 for other, spec in zip(self.others, specs, strict=True)
             ),
         )
+
+    async def placed(self) -> None:
+        """Waits until all ranks have GPUs. StageTimeout after ``timeouts.stall_s``."""
+        placed = gather_or_cancel(*(rank.placed() for rank in self.ranks))
+        bound = self.config.timeouts.stall_s
+        await Deadline(TRAINER).within(bound, "waiting for its GPUs", placed, NO_GPUS)
 
     async def _rank_specs(self, bound: float) -> list[RankSpec]:
         """A spec for each rank; their rendezvous is the socket of the first one."""
@@ -297,6 +299,7 @@ class SingletonActors:
             await self._end(self.scorer, self.scorer.hand_over)
             close = self.queue.remote.call
             await self._end(self.queue, lambda bound: close("close", timeout_s=bound))
+            await self.trainer.placed()  # the others' place is its own: their waits have no bound
             await self.queue.build()
             self.members.replaced(queue, self.queue)
             await self._built_beside(queue)

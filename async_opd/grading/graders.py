@@ -32,9 +32,13 @@ AFTER = re.compile(r"(?:[-+*/^:,.\u2013]\{?|[eE][-+]?)\d")
 LETTER = r"[^\W\d_]"
 UNIT = re.compile(
     r"(?:\s|~|\\[ ,;:!]|\\?[%$]|°|\^\{?\\circ\}?|\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?"
-    rf"|(?<=\s){LETTER}+|/?{LETTER}{{2,}}|(?<={LETTER})[-/]{LETTER}+)*\.?"
+    rf"|(?<=\s){LETTER}++|/?{LETTER}{{2,}}+|(?<={LETTER})[-/]{LETTER}++)*+\.?"
 )
-"""What may follow the number in a box: white space, signs and words."""
+"""What may follow the number in a box: white space, signs and words.
+
+Possessive: other ways to split the letters of a sentence are never tried, whose number doubles with
+each letter.
+"""
 RETURNS = "a grader must return a number from 0 to 1 for every response"
 """Or that and the extracted answer, as a pair; docs/evaluation.md."""
 RANGE = f"{RETURNS}: scale it, or return {{'score': …, 'acc': …}} with acc from 0 to 1"

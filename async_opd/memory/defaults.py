@@ -106,7 +106,8 @@ def _kept(settings: dict[str, Any], layers: int, tokens: int, step: int) -> Iter
 
     The first ``layers`` have theirs.
     """
-    window = settings.get("sliding_window")
+    used = settings.get("use_sliding_window", True)  # Qwen's models name one that they do not use
+    window = settings.get("sliding_window") if used else None
     within = min(window + step, tokens) if isinstance(window, int) else tokens
     kinds = settings.get("layer_types") or ["sliding_attention"] * layers
     for kind in kinds:

@@ -337,6 +337,11 @@ def test_the_remedy_for_a_teacher_with_prompts_of_its_own_is_its_own_length(tmp_
     assert remedy.startswith("set it to its longest prompt")
 
 
+def test_a_window_that_the_model_does_not_use_is_no_limit(tmp_path: Path) -> None:
+    models = long_models(tmp_path, sliding_window=1024, use_sliding_window=False)
+    assert list(faults_of_cache(of_run(models), of_folders(40))) != []
+
+
 def test_layers_with_a_window_keep_the_window_only(tmp_path: Path) -> None:
     kinds = ["full_attention"] + ["sliding_attention"] * 35
     models = long_models(tmp_path, layer_types=kinds, sliding_window=1024)

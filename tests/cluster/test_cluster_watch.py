@@ -110,7 +110,9 @@ async def test_a_head_that_is_lost_while_it_is_asked_about_gpus_is_silent() -> N
     assert world.lines[0].startswith("cluster: the head's answer about GPUs took longer than 10 s")
 
 
-@pytest.mark.parametrize(("given", "left"), [({}, 20), ({RECONNECT: "300"}, 260)])
+@pytest.mark.parametrize(
+    ("given", "left"), [({}, 20), ({RECONNECT: "300"}, 260), ({RECONNECT: "30"}, 0)]
+)
 def test_the_last_checkpoint_has_the_time_that_ray_leaves(
     given: dict[str, str], left: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

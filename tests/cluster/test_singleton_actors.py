@@ -30,6 +30,7 @@ class Box:
         self.broken = self.dies = 0
         self.death = asyncio.Event()
         self.waits_for: Box | None = None
+        self.placement_fault: StageError | None = None
 
     @property
     def ranks(self) -> tuple[Box, ...]:
@@ -44,6 +45,10 @@ class Box:
 
     async def pid(self, timeout_s: float) -> int:
         return 1
+
+    async def placed(self) -> None:
+        if self.placement_fault is not None:
+            raise self.placement_fault
 
     async def build(self) -> None:
         self.events.append(f"build {self.name}")
@@ -326,3 +331,14 @@ async def test_no_rank_is_started_before_all_of_them_have_their_gpus() -> None:
     placed.set()
     await building
     assert events == ["listens", "builds 0", "builds 1"]
+
+
+async def test_nothing_is_built_again_on_the_trainers_node_before_the_trainer_has_gpus() -> None:
+    """The others' waits for a place have no bound; the trainer's has one."""
+    events: list[str] = []
+    made = singletons(events, tries=1)
+    trainer: Any = made.trainer
+    trainer.placement_fault = StageTimeout("trainer", "waiting for its GPUs took longer than 600 s")
+    with pytest.raises(StageTimeout, match="waiting for its GPUs"):
+        await made.rebuild_all(DIED)
+    assert [event for event in events if event.startswith("build")] == []

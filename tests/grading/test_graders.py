@@ -180,6 +180,8 @@ GOES_ON = "the reasoning above is consistent. " * 200
         ("42", GOES_ON, 0.0, None),
         ("42", f"2 + 40 = 41.\n#### 41\n{GOES_ON}", 0.0, "41"),
         ("1234", f"#### 1,234\n{GOES_ON}", 1.0, "1234"),
+        ("18", f"\\boxed{{18 {'a' * 5000}!}}", 0.0, None),  # not in time that doubles a letter
+        ("18", "\\boxed{18 chocolate chip cookies remaining altogether, or so}", 0.0, None),
     ],
 )
 def test_gsm8k_reads_the_first_number_after_the_last_mark_or_a_box_that_is_one_number(

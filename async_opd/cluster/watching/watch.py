@@ -35,8 +35,8 @@ REMEDY = (
 
 
 def left_s() -> float:
-    """Seconds for the last checkpoint after HeadLost, before Ray ends this process."""
-    return max(float(os.environ.get(RECONNECT, RECONNECT_S)), RECONNECT_S) - NOTICED_S
+    """Seconds for the last checkpoint after HeadLost, before Ray ends this process; perhaps 0."""
+    return max(float(os.environ.get(RECONNECT, RECONNECT_S)) - NOTICED_S, 0)
 
 
 class ClusterWatch:
