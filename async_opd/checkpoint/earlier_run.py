@@ -130,7 +130,10 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
     copies, partial = RunCopies.at(url), run_dir / PARTIAL
     steps = copies.steps()
     if not steps:
-        return _taken_completed(copies, run_dir)
+        notes = _taken_completed(copies, run_dir)
+        if not notes and not Checkpoints(run_dir / FOLDER, 1).steps():
+            _keep_roll_backs(copies.mirrored(), run_dir, run_dir)
+        return notes
     if not copies.claimed():
         message = f"{url} has {name_of(steps[-1])}, which no mirror wrote"
         remedy = "name a URL of this run alone"
@@ -218,6 +221,7 @@ def _keep_roll_backs(there: Mirrored, run_dir: Path, into: Path) -> None:
     """Writes ``into`` the rollbacks of the URL or the directory, if there are more than it has."""
     known = max(there.roll_backs, read_roll_backs(run_dir), key=len)
     if len(known) > len(read_roll_backs(into)):
+        make_folder(into)
         write_roll_backs(into, known)
 
 

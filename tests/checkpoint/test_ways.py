@@ -93,6 +93,16 @@ def test_on_another_machine_no_rollback_is_forgotten(run: LocalRun, tmp_path: Pa
     assert read_roll_backs(tmp_path / "other") == read_roll_backs(run.folder)
 
 
+def test_on_another_machine_a_rollback_before_the_first_checkpoint_is_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    run = LocalRun(tmp_path / "run", lineage=START)
+    record(run, to=0)
+    assert run.mirror().roll_back(20) is None
+    take_mirrored(URL, tmp_path / "other", IDENTITY)
+    assert read_roll_backs(tmp_path / "other") == read_roll_backs(run.folder)
+
+
 def test_in_its_directory_a_rollback_outlasts_an_older_copy_that_is_taken(run: LocalRun) -> None:
     record(run, to=4)
     (run.store.folder / "step_4" / "trainer.safetensors").write_bytes(b"a broken disk")
