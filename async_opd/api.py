@@ -22,7 +22,7 @@ from async_opd.data.hub import fetched_data
 from async_opd.data.mixture import with_steps
 from async_opd.data.template_date import with_template_date
 from async_opd.models import torchvision_operators
-from async_opd.models.hub import localize, naming_faults
+from async_opd.models.hub import localize, naming_faults, without_code
 from async_opd.observability.callbacks import Callback, CallbackSink
 from async_opd.observability.sinks import Summary
 
@@ -75,21 +75,24 @@ def prepared(config: RunConfig, where: str, resume: bool = False) -> tuple[RunCo
     """
     config, noted = with_device(config)
     config = with_template_date(fetched_data(localize(config, where), where), resume)
-    config, inputs = checked(config, where)
+    config, inputs = checked(config, where, load=True)
     inputs.notes.extend(noted)
     return with_defaults(config, resolve_device(config)), inputs
 
 
-def checked(config: RunConfig, where: str) -> tuple[RunConfig, Inputs]:
+def checked(config: RunConfig, where: str, load: bool) -> tuple[RunConfig, Inputs]:
     """The config with its number of steps, and its rows; nothing is downloaded.
 
+    ``load``: code that the config names is run, as before a run; else its files are looked for.
     ConfigError with all problems of the config, models, data and endpoints.
     """
     from teachers.endpoint.check import check_endpoints
 
-    inputs = preflight(config, where)
-    problems = naming_faults(config, where) + inputs.problems + user_loss_problems(config, where)
-    problems = problems or check_endpoints(config, where, shown_to_servers(config, inputs))
+    inputs = preflight(config, where, load=load)
+    problems = naming_faults(config, where) + inputs.problems
+    problems += user_loss_problems(config, where) if load else []
+    shown = config if load else without_code(config)
+    problems = problems or check_endpoints(config, where, shown_to_servers(shown, inputs))
     if problems:
         raise ConfigError(problems)
     return with_steps(config, inputs.train), inputs

@@ -30,7 +30,7 @@ from async_opd.doctor.prompts import ShownPrompt, lengths, sampled, shown
 from async_opd.doctor.templates import templates
 from async_opd.doctor.vocabularies import vocabularies
 from async_opd.doctor.wandb_login import wandb_login
-from async_opd.models.hub import named_models, naming_faults, with_cached
+from async_opd.models.hub import named_models, naming_faults, with_cached, without_code
 from async_opd.models.model_files import ModelError, ModelFiles
 from async_opd.models.tokenizer import Text
 
@@ -115,7 +115,7 @@ def examine(
         yield from (Finding(_topic_of_note(note), "warning", note) for note in inputs.notes)
 
     found.add("config", checked)
-    local, _ = with_cached_data(with_cached(config, [])[0], where, [])
+    local, _ = with_cached_data(with_cached(without_code(config), [])[0], where, [])
     device = resolve_device(local, gpus)
     set_up = with_defaults(local, device)
     found.add("devices", lambda: devices(set_up, device, gpus))
@@ -196,7 +196,7 @@ def _without_fault(config: RunConfig, found: Examination) -> None:
     passed = {
         "config": "all keys are valid",
         "models": f"the student's and {len(config.teachers)} teachers' files, heads and positions",
-        "data": "all sources can be read, their graders loaded, and each has a teacher",
+        "data": "sources and graders were found, and each source that can be read has a teacher",
     }
     for topic, text in passed.items():
         if topic not in faulty:
