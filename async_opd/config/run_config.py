@@ -30,7 +30,7 @@ from async_opd.config.sections.reliability import (
 )
 from async_opd.config.sections.report import ReportConfig
 from async_opd.config.sections.rollout import RolloutConfig, StudentConfig
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
 from async_opd.config.sections.train import AsyncConfig, SyncConfig, TrainConfig
 
@@ -46,14 +46,15 @@ class SizesError(ValueError):
 class RunConfig(Section):
     """All settings of a run."""
 
-    name: str = "run"
-    """Name of the run: its wandb name and its directory below ``runs/``."""
+    name: Name = "run"
+    """Name of the run: its wandb name and its directory below ``runs/``. As all names in a config,
+    it has at most 100 printable characters, on one line."""
     seed: int = 0
     """Seed of data order, sampling and training."""
     run_dir: str | None = None
     """Directory of the results; by default ``runs/<name>-<time>``."""
     student: StudentConfig
-    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    teachers: dict[Name, TeacherConfig] = Field(min_length=1)
     """Teachers by name."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()

@@ -127,7 +127,7 @@ def _asked(question: str, default: str) -> str:
     from rich.text import Text
 
     try:
-        return Prompt.ask(Text(question), default=default, show_default=False).strip()
+        return Prompt.ask(Text(on_one_line(question)), default=default, show_default=False).strip()
     except EOFError:  # Ctrl-D ends a list as an empty line does
         return default
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 from async_opd.config.user_code import LOGGERS as GROUP
 from async_opd.config.user_code import names_user_code
 from async_opd.core.level import Level
@@ -40,9 +40,9 @@ class LogConfig(Section):
     """Lines of ``run.log``: text, or JSON objects with time, level, stage, replica and text."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """``auto``: online if you are logged in, else offline."""
-    project: str = "async_opd"
+    project: Name = "async_opd"
     """wandb project; the project or experiment of the other loggers."""
-    loggers: tuple[str, ...] = ()
+    loggers: tuple[Name, ...] = ()
     """Further loggers, which get the same metrics: ``tensorboard`` (event files in ``tensorboard/``
     of the run directory), ``mlflow`` (MLFLOW_TRACKING_URI, else ``mlflow/`` there), ``trackio``
     (TRACKIO_DIR, else its own folder). Each needs the extra of its name: ``pip install
