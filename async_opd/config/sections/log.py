@@ -50,6 +50,10 @@ class LogConfig(Section):
     ``async_opd.loggers`` (docs/extending.md). One that fails does not end the run: ``run.log`` says
     so."""
 
+    samples: bool = True
+    """Gives loggers prompts, answers and pictures: wandb's tables ``evaluation/samples`` and
+    ``generations/samples``, and alerts with the text of a failure, which may quote them. False:
+    only the run directory has them, and alerts are titles (docs/security.md)."""
     pools_every_s: float = Field(default=5.0, ge=0)
     """Seconds between two reports of the pools, which come with a step: rows of steps in between
     have no metrics of pools and queues. 0: a report with each step, which costs CPU time of every
