@@ -29,8 +29,9 @@ from tests.security.test_terminal import CLEAR, HOSTILE, TITLE, commands
 
 PATHS = {
     *("run_dir", "model", "chat_template_file", "path", "image_folder", "id", "files", "mirror"),
-    *("urls", "address"),
+    *("urls", "address", "served_model"),
 }
+"""A server calls a model by its path unless it is given another name."""
 TEXTS = {"system_prompt", "response_prefix", "prompt_template", "image_placeholder"}
 OTHERS = {"grader", "targets", "template_date"}
 OPTIONS = {"options", "extra", "processor_kwargs", "chat_template_kwargs"}
@@ -60,6 +61,12 @@ def test_a_name_that_does_not_fit_on_a_line_is_refused_with_all_others(
         assert key in said.err
     assert said.err.count(f"a name of at most {MAX_NAME} printable characters on one line") == 7
     assert "seed" in said.err
+
+
+@pytest.mark.parametrize("name", ["/tmp/a", "../a", "a/../../b"])
+def test_the_name_of_a_run_does_not_lead_out_of_the_runs(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="a name that does not lead out of runs/"):
+        load_config(written(tmp_path, good(tmp_path) | {"name": name}))
 
 
 def test_a_name_may_have_letters_of_any_language(tmp_path: Path) -> None:

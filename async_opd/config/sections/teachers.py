@@ -183,7 +183,7 @@ class EndpointTeacher(Teacher):
     api: Literal["vllm", "sglang"] = "vllm"
     """``vllm``: an OpenAI-compatible vLLM server (``/v1/completions``); ``sglang``: an SGLang
     server (``/generate``)."""
-    served_model: Name = Field(min_length=1)
+    served_model: str = Field(min_length=1)
     """The model's name on the servers; checked before any engine starts."""
     model: str | None = Field(default=None, min_length=1)
     """Directory or hub id of the same model, whose tokenizer, vocabulary and length are compared
