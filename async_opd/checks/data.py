@@ -133,7 +133,7 @@ class DataChecks:
             try:
                 rows = [] if source.absent else self._read(part, key, source, index)
             except UserCodeError as error:
-                self.found.add(key, str(error), "docs/extending.md has an example", source.label)
+                self.found.add(key, str(error), "put its module on PYTHONPATH", source.label)
             except SourceError as error:
                 place = source.label + ("" if error.row is None else f", row {error.row}")
                 remedy = "check the path" if "exist" in error.message else "correct the data"
@@ -152,7 +152,8 @@ class DataChecks:
             raise SourceError(source.label, "is streamed, and an evaluation takes all of its rows")
         if source.kind == "user" and not self.load:
             find_user_code(source.label, SOURCES)
-            self.found.notes.append(f"{key}: {source.label} is not called: no row of it is checked")
+            how = "is not called: its rows are checked by async_opd check --load"
+            self.found.notes.append(f"{key}: {source.label} {how}")
             return []
         if not source.stream:
             return read_source(source, index, self.config.data, facts.inspect)

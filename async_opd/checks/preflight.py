@@ -52,6 +52,8 @@ from async_opd.models.hub import with_cached, without_code
 from async_opd.models.model_files import ModelError, is_hub_id
 from async_opd.queue.sizes import payloads, refused, traffic
 
+REMEDY = "put its module on PYTHONPATH; docs/extending.md has examples"
+
 
 @dataclass
 class Inputs:
@@ -164,7 +166,7 @@ def _user_code(config: RunConfig, found: Findings, load: bool) -> None:
             else:
                 fits(user_object(name, group), name, {}, Path())
         except UserCodeError as error:
-            found.add(key, str(error), "docs/extending.md and CONTRIBUTING.md have examples")
+            found.add(key, str(error), REMEDY)
 
 
 def _prompts(

@@ -94,10 +94,9 @@ def find_in_file(file: Path, bound: Sequence[str], name: str) -> None:
         if file.stat().st_size > MAX_PARSED_BYTES:
             return
         with warnings.catch_warnings(action="ignore"):  # they quote the file
-            names = set(_bound(ast.parse(file.read_bytes())))
+            names = set(_bound(ast.parse(file.read_bytes(), file)))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise UserCodeError(f"{name} cannot be found: {file}: {cause}") from error
+        raise UserCodeError(f"{name} cannot be found: {type(error).__name__}: {error}") from error
     lacks = [one for one in bound if one not in names]
     if lacks and not names & {"*", "__getattr__"}:
         raise UserCodeError(f"{name} cannot be found: {file} has no {', '.join(lacks)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import types
@@ -14,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from async_opd.config.load import load_config, load_recorded_config
+from async_opd.config.overrides import completions
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.section import MAX_NAME, Name
 from async_opd.config.yaml_text import load_yaml
@@ -134,6 +136,24 @@ def test_a_run_that_had_them_is_still_read_and_commands_no_terminal(old: Path, n
     assert said.code == 0, said
     assert commands(said.out + said.err) == []
     assert not any(line.startswith("2026-11-22T01:00:00") for line in said.out.splitlines())
+
+
+def test_the_data_sources_of_rows_command_no_terminal(tmp_path: Path) -> None:
+    row = {"prompt": "sort 210=", "data_source": HOSTILE, "answer": "012"}
+    file = written(tmp_path, good(tmp_path) | {"log": {"wandb": "off"}})
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    for said in (command("doctor", str(file)), command("check", str(file))):
+        assert commands(said.out + said.err) == []
+        lines = (said.out + said.err).splitlines()
+        assert not any(line.startswith("2026-11-22T01:00:00") for line in lines)
+
+
+def test_a_shell_completes_only_names_that_it_can_show(tmp_path: Path) -> None:
+    file = written(tmp_path, {"teachers": {HOSTILE: {}, "a": {}, "b": {}}})
+    assert completions("teachers.", argparse.Namespace(config=str(file))) == [
+        "teachers.a.",
+        "teachers.b.",
+    ]
 
 
 def test_their_config_is_read_as_it_is_by_what_is_given_a_run(old: Path, tmp_path: Path) -> None:
