@@ -22,7 +22,7 @@ from async_opd.data.hub import fetched_data
 from async_opd.data.mixture import with_steps
 from async_opd.data.template_date import with_template_date
 from async_opd.models import torchvision_operators
-from async_opd.models.hub import localize, naming_faults, without_code
+from async_opd.models.hub import localize, naming_faults
 from async_opd.observability.callbacks import Callback, CallbackSink
 from async_opd.observability.sinks import Summary
 
@@ -83,7 +83,8 @@ def prepared(config: RunConfig, where: str, resume: bool = False) -> tuple[RunCo
 def checked(config: RunConfig, where: str, load: bool) -> tuple[RunConfig, Inputs]:
     """The config with its number of steps, and its rows; nothing is downloaded.
 
-    ``load``: code that the config names is run, as before a run; else its files are looked for.
+    ``load``: code that the config names is run, as before a run, and its servers get their keys and
+    prompts with images; else files of code are looked for, and servers get a text of ours.
     ConfigError with all problems of the config, models, data and endpoints.
     """
     from teachers.endpoint.check import check_endpoints
@@ -91,8 +92,8 @@ def checked(config: RunConfig, where: str, load: bool) -> tuple[RunConfig, Input
     inputs = preflight(config, where, load=load)
     problems = naming_faults(config, where) + inputs.problems
     problems += user_loss_problems(config, where) if load else []
-    shown = config if load else without_code(config)
-    problems = problems or check_endpoints(config, where, shown_to_servers(shown, inputs))
+    shown = shown_to_servers(config, inputs) if load else {}
+    problems = problems or check_endpoints(config, where, shown, keys=load)
     if problems:
         raise ConfigError(problems)
     return with_steps(config, inputs.train), inputs

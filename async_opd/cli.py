@@ -51,8 +51,8 @@ ends the run with a checkpoint, a second SIGINT ends it at once.
 CHECK = """\
 Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
 with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
-it finds, each with a remedy. Looks for the files of code that the config names, and runs none of it
-without --load.
+it finds, each with a remedy. Looks for the files of code that the config names; without --load it
+runs none of it, and sends no key.
 
   async_opd check config.yaml rollout.replicas=4
   async_opd check config.yaml --load
@@ -136,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)
-    what = "also run the code that the config names: loss, graders, sources, loggers, transport"
+    what = "run the code that the config names (loss, graders, sources, loggers, transport), too, "
+    what += "and send servers of teachers their keys"
     commands.choices["check"].add_argument("--load", action="store_true", help=what)
     what = "continue the run in --run-dir after its newest checkpoint"
     commands.choices["run"].add_argument("--resume", action="store_true", help=what)

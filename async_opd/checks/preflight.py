@@ -33,6 +33,7 @@ from async_opd.checks.templates import check_templates
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.config.user_code import LOGGERS as GROUP
 from async_opd.config.user_code import (
     LOSSES,
@@ -146,13 +147,17 @@ def _mirror(config: RunConfig, found: Findings) -> None:
 def _user_code(config: RunConfig, found: Findings, load: bool) -> None:
     """Finds, or imports, loggers and the transport of a user's package, and finds its loss.
 
-    ``async_opd.api`` imports the loss, which needs torch.
+    ``async_opd.api`` imports the loss, which needs torch, and asks servers.
     """
     for name in config.log.loggers:
         if name in LOGGERS and importlib.util.find_spec(name) is None:
             message = f"{name} is not installed"
             found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
     named = [("log.loggers", name, GROUP) for name in config.log.loggers if name not in LOGGERS]
+    for name, teacher in config.teachers.items() if not load else ():
+        if isinstance(teacher, EndpointTeacher) and teacher.api_key_env is not None:
+            how = "its servers are not asked: async_opd check --load sends them their key"
+            found.notes.append(f"teachers.{name}: {how}")
     if config.loss.kind == "user" and not load:
         named.append(("loss.function", config.loss.function, LOSSES))
     if config.sync.backend not in ("auto", *TRANSPORTS):

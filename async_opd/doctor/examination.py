@@ -7,10 +7,10 @@ cannot be examined because of them says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import gpu_count, resolve_device
@@ -18,7 +18,6 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
-from async_opd.core.samples import Prompt
 from async_opd.data.hub import with_cached_data
 from async_opd.doctor.devices import devices
 from async_opd.doctor.disk import disk
@@ -34,7 +33,7 @@ from async_opd.models.hub import named_models, naming_faults, with_cached, witho
 from async_opd.models.model_files import ModelError, ModelFiles
 from async_opd.models.tokenizer import Text
 
-Servers = Callable[[RunConfig, str, Mapping[str, Prompt]], list[Problem]]
+Servers = Callable[[RunConfig, str], list[Problem]]
 """Finds the problems of teachers' servers."""
 ORDER = (
     *("config", "environment", "devices", "models", "vocabulary", "templates", "data", "prompts"),
@@ -124,7 +123,7 @@ def examine(
     found.add("disk", lambda: disk(set_up))
     found.add("wandb", lambda: wandb_login(set_up))
     _read(set_up, inputs, count, found)
-    found.add("teachers", lambda: _servers(set_up, where, inputs, endpoints))
+    found.add("teachers", lambda: _servers(set_up, where, endpoints))
     _without_fault(config, found)
     found.sort()
     return found
@@ -168,20 +167,21 @@ def _files(config: RunConfig) -> dict[str, ModelFiles]:
     return files
 
 
-def _servers(
-    config: RunConfig, where: str, inputs: Inputs, endpoints: Servers | None
-) -> Iterator[Finding]:
-    """Whether the teachers' servers answer, serve the model, and have the student's tokens."""
+def _servers(config: RunConfig, where: str, endpoints: Servers | None) -> Iterator[Finding]:
+    """Whether the teachers' servers answer, serve the model, and have the student's tokens.
+
+    Of those that need a key the notes of preflight say that they are not asked.
+    """
     urls = {
         name: teacher.urls
         for name, teacher in config.teachers.items()
-        if isinstance(teacher, EndpointTeacher)
+        if isinstance(teacher, EndpointTeacher) and teacher.api_key_env is None
     }
     if not urls:
         return
     from teachers.endpoint.check import check_endpoints
 
-    problems = (endpoints or check_endpoints)(config, where, shown_to_servers(config, inputs))
+    problems = (endpoints or partial(check_endpoints, keys=False))(config, where)
     yield from map(of_problem, problems)
     wrong = {problem.key for problem in problems}
     for name, own in urls.items():

@@ -13,6 +13,7 @@ from async_opd.checks.preflight import preflight
 from async_opd.models.processor import ImageProcessor, ProcessorError
 from tests.checks.inputs import config, model, pictured_row, rows
 from tests.fuzz.command import STUDENT, Said, command, good, written
+from tests.security.test_wandb import server
 
 MODULE = """
 import os
@@ -127,6 +128,23 @@ def test_all_code_that_is_not_there_is_named_at_once(
     said = use(tmp_path, "nowhere")
     assert said.code == 2
     assert [key for key in KEYS | SOURCES if f"{key}: " not in said.out + said.err] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [(("check",), []), (("doctor",), []), (("check", "--load"), ["Bearer a-private-value"])],
+)
+def test_no_variable_is_sent_to_a_server_by_a_command_that_only_examines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], shown: list[str]
+) -> None:
+    monkeypatch.setenv("PRIVATE", "a-private-value")
+    name, *flags = given
+    with server() as (url, asked):
+        served = {"kind": "endpoint", "urls": [url], "served_model": "m", "api_key_env": "PRIVATE"}
+        file = written(tmp_path, good(tmp_path) | {"teachers": {"sort": served}})
+        said = command(name, str(file), *flags)
+    assert sorted({str(one) for one in asked}) == shown
+    assert ("its servers are not asked" in said.out) == (not flags)
 
 
 @pytest.mark.parametrize("load", [False, True])
