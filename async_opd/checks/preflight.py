@@ -145,9 +145,9 @@ def _mirror(config: RunConfig, found: Findings) -> None:
 
 
 def _user_code(config: RunConfig, found: Findings, load: bool) -> None:
-    """Finds, or imports, loggers and the transport of a user's package, and finds its loss.
+    """Finds, or imports, code of a user's packages, and notes which servers are not asked.
 
-    ``async_opd.api`` imports the loss, which needs torch, and asks servers.
+    ``async_opd.api`` imports the loss, which needs torch.
     """
     for name in config.log.loggers:
         if name in LOGGERS and importlib.util.find_spec(name) is None:

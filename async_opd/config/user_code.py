@@ -27,8 +27,8 @@ TRANSPORTS = "async_opd.transports"
 """The groups of entry points; one of a transport names a module."""
 ENDS = ("DEVICES", "sender", "receiver")
 """What the module of a transport has."""
-MAX_PARSED_BYTES = 1 << 20
-"""A larger module is not parsed, which takes many times its size of memory."""
+MAX_PARSED_BYTES = 1 << 18
+"""A larger module is not parsed: up to 1000 times its size of memory, and seconds."""
 
 
 class UserCodeError(Exception):
