@@ -75,21 +75,25 @@ def prepared(config: RunConfig, where: str, resume: bool = False) -> tuple[RunCo
     """
     config, noted = with_device(config)
     config = with_template_date(fetched_data(localize(config, where), where), resume)
-    config, inputs = checked(config, where)
+    config, inputs = checked(config, where, load=True)
     inputs.notes.extend(noted)
     return with_defaults(config, resolve_device(config)), inputs
 
 
-def checked(config: RunConfig, where: str) -> tuple[RunConfig, Inputs]:
+def checked(config: RunConfig, where: str, load: bool) -> tuple[RunConfig, Inputs]:
     """The config with its number of steps, and its rows; nothing is downloaded.
 
+    ``load``: code that the config names is run, as before a run, and its servers get their keys and
+    prompts with images; else files of code are looked for, and servers get a text of ours.
     ConfigError with all problems of the config, models, data and endpoints.
     """
     from teachers.endpoint.check import check_endpoints
 
-    inputs = preflight(config, where)
-    problems = naming_faults(config, where) + inputs.problems + user_loss_problems(config, where)
-    problems = problems or check_endpoints(config, where, shown_to_servers(config, inputs))
+    inputs = preflight(config, where, load=load)
+    problems = naming_faults(config, where) + inputs.problems
+    problems += user_loss_problems(config, where) if load else []
+    shown = shown_to_servers(config, inputs) if load else {}
+    problems = problems or check_endpoints(config, where, shown, keys=load)
     if problems:
         raise ConfigError(problems)
     return with_steps(config, inputs.train), inputs

@@ -48,12 +48,14 @@ if TYPE_CHECKING:
     from async_opd.models.engine_args import Device
 
 
-def check(config: RunConfig, where: str, redacted: Redactor) -> tuple[RunConfig, Inputs]:
+def check(
+    config: RunConfig, where: str, redacted: Redactor, load: bool
+) -> tuple[RunConfig, Inputs]:
     """Prints the config with all defaults, its pools, memory and bytes; returns it with its rows.
 
-    ``where`` is the config's file. ConfigError with all problems.
+    ``where`` is the config's file; ``load`` as for ``checked``. ConfigError with all problems.
     """
-    config, inputs = checked(config, where)
+    config, inputs = checked(config, where, load)
     device = resolve_device(config)
     complete = with_defaults(config, device)
     print(escaped(redacted(dump_config(complete))))
@@ -83,13 +85,14 @@ def check(config: RunConfig, where: str, redacted: Redactor) -> tuple[RunConfig,
 def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> None:
     """Prints what ``check`` prints, where the run would begin, and what it would write.
 
-    Nothing is written, downloaded or started. ConfigError with all problems; also for a run
-    directory in which the run could not begin, or with ``resume`` go on.
+    Nothing is written, downloaded or started; code that the config names is imported, as by the
+    run. ConfigError with all problems; also for a run directory in which the run could not begin,
+    or with ``resume`` go on.
     """
     dated = with_template_date(with_cached(config, [])[0], resume).data.template_date
     data = config.data.model_copy(update={"template_date": dated})
     config = config.model_copy(update={"data": data})  # the rows that are left depend on it
-    complete, inputs = check(config, where, redacted)
+    complete, inputs = check(config, where, redacted, load=True)
     if config.checkpoint.mirror is not None and not resume:
         refuse_mirrored(config.checkpoint.mirror)
     if config.run_dir is not None and not resume:

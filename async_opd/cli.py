@@ -51,9 +51,11 @@ ends the run with a checkpoint, a second SIGINT ends it at once.
 CHECK = """\
 Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
 with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
-it finds, each with a remedy.
+it finds, each with a remedy. Looks for the files of code that the config names; without --load it
+runs none of it, and sends no key.
 
   async_opd check config.yaml rollout.replicas=4
+  async_opd check config.yaml --load
 """
 PLAN = """\
 Predicts throughput and staleness, and advises how many GPUs each pool should have and which
@@ -134,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)
+    what = "run the code that the config names (loss, graders, sources, loggers, transport), too, "
+    what += "and send servers of teachers their keys"
+    commands.choices["check"].add_argument("--load", action="store_true", help=what)
     what = "continue the run in --run-dir after its newest checkpoint"
     commands.choices["run"].add_argument("--resume", action="store_true", help=what)
     what = "check everything that the run needs, without writing or starting anything"
@@ -169,7 +174,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _check(arguments: argparse.Namespace) -> int:
     from async_opd.check import check
 
-    check(_load(arguments), arguments.config, arguments.redacted)
+    check(_load(arguments), arguments.config, arguments.redacted, arguments.load)
     return OK
 
 

@@ -176,7 +176,7 @@ def evaluate(
     config = fetched_data(config, where)
     alone = alone.model_copy(update={"data": config.data})
     # a teacher has to be no model that can be trained
-    inputs = preflight(alone if teacher is None else config, where)
+    inputs = preflight(alone if teacher is None else config, where, load=True)
     others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
     problems = [problem for problem in inputs.problems if problem.key not in others]
     device = resolve_device(alone)

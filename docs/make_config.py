@@ -37,6 +37,9 @@ def type_name(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         inner, bound = get_args(annotation)[:2]
         return type_name(inner) + (f" > {bound.gt}" if isinstance(bound, Gt) else "")
+    if get_origin(annotation) in (list, tuple):
+        inner = ("..." if one is ... else type_name(one) for one in get_args(annotation))
+        return f"{get_origin(annotation).__name__}[{', '.join(inner)}]"
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     name = str(annotation) if get_args(annotation) else name
     name = name.replace("typing.", "").replace("Annotated[int, Gt(gt=0)]", "int > 0")

@@ -22,7 +22,8 @@ has the unit and meaning of each key.
 
 Two tables are logged beside the panels: `evaluation/samples`, the first 32 answers of each
 evaluation, and, with `log.microscope.share` above 0, `generations/samples`: responses that were
-trained, every 25 steps, with their versions, reward, mean loss and gap.
+trained, every 25 steps, with their versions, reward, mean loss and gap. `log.samples: false` leaves
+both out.
 """
 
 

@@ -37,7 +37,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from async_opd.config.device_defaults import resolved
 
     monkeypatch.chdir(tmp_path)
-    config, inputs = checked(load_config(EXAMPLE, [FEW, "run_dir=runs/mine"]), EXAMPLE)
+    config, inputs = checked(load_config(EXAMPLE, [FEW, "run_dir=runs/mine"]), EXAMPLE, False)
     step = tmp_path / "runs" / "mine" / FOLDER / "step_8"
     step.mkdir(parents=True)
     write_run_format(step.parents[1])

@@ -12,6 +12,7 @@ from async_opd.checks.findings import Findings
 from async_opd.checks.room import Room, Tally
 from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
+from async_opd.config.user_code import SOURCES, UserCodeError, find_user_code
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Media, Row
 from async_opd.data.mixture import passes
@@ -21,7 +22,7 @@ from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.accuracy import metric_names
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
-from async_opd.grading.graders import is_function, load_grader
+from async_opd.grading.graders import find_grader, is_function, load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.models.model_files import sees
 from async_opd.models.tokenizer import Text
@@ -67,11 +68,13 @@ Rows = Sequence[Row] | StreamedRows
 class DataChecks:
     """Reads every source once. ``unreadable``: at least one source gave no rows.
 
-    ``renders``: chat templates can be read, so that prompts can be tokenized.
+    ``load``: user code is imported, and not only found. ``renders``: chat templates can be read, so
+    that prompts can be tokenized.
     """
 
     config: RunConfig
     found: Findings
+    load: bool = False
     unreadable: bool = False
     renders: bool = True
     parts: dict[str, _Part] = field(
@@ -80,12 +83,16 @@ class DataChecks:
 
     def grader(self, key: str, name: str) -> None:
         """Checks that a grader can be loaded: a user's in a process of its own, as in a run."""
+        fault = ""
         try:
-            fault = ""
-            if is_function(name):
+            if not is_function(name):
+                load_grader(name)
+            elif self.load:
                 fault = asyncio.run(loading_fault(GraderSpec.of(self.config, name)))
             else:
-                load_grader(name)
+                find_grader(name)
+        except UserCodeError as error:
+            fault = str(error)
         except (ImportError, ValueError) as error:  # of a built-in one
             fault = f"{name} cannot be loaded: {type(error).__name__}: {error}"
         if fault:
@@ -125,6 +132,8 @@ class DataChecks:
             rows: Rows = []
             try:
                 rows = [] if source.absent else self._read(part, key, source, index)
+            except UserCodeError as error:
+                self.found.add(key, str(error), "put its module on PYTHONPATH", source.label)
             except SourceError as error:
                 place = source.label + ("" if error.row is None else f", row {error.row}")
                 remedy = "check the path" if "exist" in error.message else "correct the data"
@@ -139,10 +148,15 @@ class DataChecks:
 
     def _read(self, part: str, key: str, source: PromptSource, index: int) -> Rows:
         facts = self.parts[part]
+        if source.stream and part == "eval":
+            raise SourceError(source.label, "is streamed, and an evaluation takes all of its rows")
+        if source.kind == "user" and not self.load:
+            find_user_code(source.label, SOURCES)
+            how = "is not called: its rows are checked by async_opd check --load"
+            self.found.notes.append(f"{key}: {source.label} {how}")
+            return []
         if not source.stream:
             return read_source(source, index, self.config.data, facts.inspect)
-        if part == "eval":
-            raise SourceError(source.label, "is streamed, and an evaluation takes all of its rows")
         rows = StreamedRows(partial(source.rows, index, self.config.data), source.window)
         for row in checked(rows):
             facts.inspect(row)

@@ -33,16 +33,27 @@ from async_opd.checks.templates import check_templates
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.config.user_code import LOGGERS as GROUP
-from async_opd.config.user_code import UserCodeError, fits, user_object, user_transport
+from async_opd.config.user_code import (
+    LOSSES,
+    UserCodeError,
+    find_user_code,
+    fits,
+    user_object,
+    user_transport,
+)
+from async_opd.config.user_code import TRANSPORTS as TRANSPORT
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
 from async_opd.files.remote import RemoteFile
 from async_opd.models.engine_args import Device
-from async_opd.models.hub import with_cached
+from async_opd.models.hub import with_cached, without_code
 from async_opd.models.model_files import ModelError, is_hub_id
 from async_opd.queue.sizes import payloads, refused, traffic
+
+REMEDY = "put its module on PYTHONPATH; docs/extending.md has examples"
 
 
 @dataclass
@@ -67,9 +78,10 @@ class Inputs:
         return [checked(rows) for rows in self.train]
 
 
-def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
+def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool = False) -> Inputs:
     """Reads the data and collects all problems. ``gpus`` overrides the machine's number of GPUs.
 
+    ``load``: code that the config names is run, as before a run; else its files are looked for.
     Raises what ``gpu_count`` raises.
     """
     gpus = gpu_count() if gpus is None else gpus
@@ -77,44 +89,36 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     config, partial = with_cached(config, found.notes)
     config, unclear = with_cached_data(config, where, found.notes)
     found.problems.extend(unclear)
-    models, data = ModelChecks(config, found, partial), DataChecks(config, found)
+    models = ModelChecks(config, found, partial)
     models.models()
     models.support()
     models.heads()
     models.quantized()
     models.positions()
-    complete = None if "student.model" in partial else models.files.get("student.model")
-    check_adapters(config, complete, found)
-    check_seeing_student(config, models.files.get("student.model"), found)
-    for name in config.log.loggers:
-        if name not in LOGGERS:
-            _logger(name, found)
-        elif importlib.util.find_spec(name) is None:
-            message = f"{name} is not installed"
-            found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
+    student, device = models.files.get("student.model"), resolve_device(config, gpus)
+    config = config if load else without_code(config)
+    data = DataChecks(config, found, load)
+    check_adapters(config, None if "student.model" in partial else student, found)
+    check_seeing_student(config, student, found)
+    _user_code(config, found, load)
     _mirror(config, found)
-    if config.sync.backend not in ("auto", *TRANSPORTS):
-        try:
-            user_transport(config.sync.backend)
-        except UserCodeError as error:
-            found.add("sync.backend", str(error), "auto, or a module as CONTRIBUTING.md has one")
-    check_routing(config, resolve_device(config, gpus), models.files.get("student.model"), found)
+    check_routing(config, device, student, found)
     data.renders = check_templates(config, models.files, found)
-    check_shared_rows(config, models.files.get("student.model"), found)
+    check_shared_rows(config, student, found)
     _hardware(config, found, models, gpus)
-    data.grader("eval.grader", config.eval.grader)
+    graders = {"eval": ("eval.grader", config.eval.grader)}
     if config.reward is not None:
-        data.grader("reward.grader", config.reward.grader)
+        graders["train"] = ("reward.grader", config.reward.grader)
+    for key, grader in graders.values():
+        data.grader(key, grader)
     train, evaluation = data.sources("train"), data.sources("eval")
     if not data.unreadable:
         data.routes()
     data.images("train")
     data.images("eval")
-    data.answers("eval", config.eval.grader)
-    data.verifiers("eval")
-    if config.reward is not None:
-        data.answers("train", config.reward.grader)
-        data.verifiers("train")
+    for part, (_, grader) in graders.items():
+        data.answers(part, grader)
+        data.verifiers(part)
     data.best_metric()
     data.sizes()
     limit = _prompts(config, models, data, "train", train)
@@ -123,10 +127,9 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     _payload(config, found, gpus, limit)
     cold_start = cold_start_rows(data)
     shown = {source for part in data.parts.values() for source in part.shown}
-    device = resolve_device(config, gpus)
     check_families(config, device, models.files, models.partial, shown, found)
     _prompts(config, models, data, "cold_start", cold_start)
-    if "student.model" in models.files:
+    if student is not None:
         given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
     return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest)
@@ -141,12 +144,34 @@ def _mirror(config: RunConfig, found: Findings) -> None:
             found.add("checkpoint.mirror", str(error), "install it, or name another URL")
 
 
-def _logger(name: str, found: Findings) -> None:
-    """Imports a logger of a user's package."""
-    try:
-        fits(user_object(name, GROUP), name, {}, Path())
-    except UserCodeError as error:
-        found.add("log.loggers", str(error), "a function of the config and the run directory")
+def _user_code(config: RunConfig, found: Findings, load: bool) -> None:
+    """Finds, or imports, code of a user's packages, and notes which servers are not asked.
+
+    ``async_opd.api`` imports the loss, which needs torch.
+    """
+    for name in config.log.loggers:
+        if name in LOGGERS and importlib.util.find_spec(name) is None:
+            message = f"{name} is not installed"
+            found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
+    named = [("log.loggers", name, GROUP) for name in config.log.loggers if name not in LOGGERS]
+    for name, teacher in config.teachers.items() if not load else ():
+        if isinstance(teacher, EndpointTeacher) and teacher.api_key_env is not None:
+            how = "its servers are not asked: async_opd check --load sends them their key"
+            found.notes.append(f"teachers.{name}: {how}")
+    if config.loss.kind == "user" and not load:
+        named.append(("loss.function", config.loss.function, LOSSES))
+    if config.sync.backend not in ("auto", *TRANSPORTS):
+        named.append(("sync.backend", config.sync.backend, TRANSPORT))
+    for key, name, group in named:
+        try:
+            if not load:
+                find_user_code(name, group)
+            elif group == TRANSPORT:
+                user_transport(name)
+            else:
+                fits(user_object(name, group), name, {}, Path())
+        except UserCodeError as error:
+            found.add(key, str(error), REMEDY)
 
 
 def _prompts(

@@ -27,6 +27,7 @@ from async_opd.config.nearest import nearest, nearest_key
 from async_opd.config.paths import resolve_paths
 from async_opd.config.run_config import RunConfig, SizesError
 from async_opd.config.secrets import HIDDEN, Redactor, names_secret, take_out
+from async_opd.config.sections.section import CHECK_NAMES
 from async_opd.config.sections.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.config.yaml_text import YamlError, dump_yaml, load_yaml
 from async_opd.core.errors import ConfigError, Problem
@@ -61,7 +62,7 @@ def load_config(
     A mapping is the content of a file in ``folder``, by default the working directory.
     Relative paths of models, data and graders, in the file or in overrides, are relative to the
     file's folder; ``run_dir`` stays relative to the working directory. A ``recorded`` config,
-    that of a run directory, reads no environment variable.
+    that of a run directory, reads no environment variable, and its names may have any characters.
     """
     source = _prepared(path, overrides, folder, recorded)
     found = _validated(source)
@@ -108,9 +109,10 @@ def _prepared(
 ) -> _Source:
     """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
     if isinstance(path, Mapping):
-        source = _Source("the config", copy.deepcopy(dict(path)))
+        source = _Source("the config", copy.deepcopy(dict(path)), recorded)
     else:
-        source = _Source(str(path), _read(Path(path) if isinstance(path, str) else path))
+        tree = _read(Path(path) if isinstance(path, str) else path)
+        source = _Source(str(path), tree, recorded)
         folder = Path(str(path)).resolve().parent
     source.check_secrets()
     for override in overrides:
@@ -123,8 +125,9 @@ def _prepared(
 
 def _validated(source: _Source) -> RunConfig | list[Any]:
     """The config, or pydantic's errors, whose problems are added."""
+    context = None if source.recorded else CHECK_NAMES
     try:
-        return RunConfig.model_validate(source.tree)
+        return RunConfig.model_validate(source.tree, context=context)
     except ValidationError as error:
         found: list[Any] = error.errors()
         for entry in found:
@@ -152,6 +155,7 @@ class _Source:
 
     file: str
     tree: dict[Any, Any]
+    recorded: bool = False
     problems: list[Problem] = field(default_factory=list)
     _overridden: set[str] = field(default_factory=set)
 

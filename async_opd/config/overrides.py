@@ -75,10 +75,11 @@ def _named(keys: Iterable[str], names: list[str]) -> Iterable[str]:
 
 
 def _teachers(config: str | None) -> list[str]:
-    """The teachers' names in a config; none if it cannot be read."""
+    """The teachers' names in a config, if a shell can show them; none if it cannot be read."""
     from async_opd.config.yaml_text import YamlError, load_yaml
 
     try:
-        return [str(name) for name in load_yaml(Path(str(config)).read_text())["teachers"]]
+        names = map(str, load_yaml(Path(str(config)).read_text())["teachers"])
+        return [name for name in names if name.isprintable()]
     except (OSError, ValueError, LookupError, TypeError, YamlError):
         return []

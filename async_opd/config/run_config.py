@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from async_opd.config.registry import beginnings
 from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
@@ -30,7 +30,7 @@ from async_opd.config.sections.reliability import (
 )
 from async_opd.config.sections.report import ReportConfig
 from async_opd.config.sections.rollout import RolloutConfig, StudentConfig
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import CHECK_NAMES, Name, Section
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
 from async_opd.config.sections.train import AsyncConfig, SyncConfig, TrainConfig
 
@@ -46,14 +46,15 @@ class SizesError(ValueError):
 class RunConfig(Section):
     """All settings of a run."""
 
-    name: str = "run"
-    """Name of the run: its wandb name and its directory below ``runs/``."""
+    name: Name = "run"
+    """Name of the run: its wandb name and its directory below ``runs/``. As all names in a config,
+    it has at most 100 printable characters, on one line."""
     seed: int = 0
     """Seed of data order, sampling and training."""
     run_dir: str | None = None
     """Directory of the results; by default ``runs/<name>-<time>``."""
     student: StudentConfig
-    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    teachers: dict[Name, TeacherConfig] = Field(min_length=1)
     """Teachers by name."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -78,6 +79,13 @@ class RunConfig(Section):
     report: ReportConfig = ReportConfig()
     plan: PlanConfig | None = None
     """Speeds for ``async_opd plan``; a run does not read them."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_below_runs(cls, name: str, info: ValidationInfo) -> str:
+        if info.context == CHECK_NAMES and (name.startswith("/") or ".." in name.split("/")):
+            raise ValueError("a name that does not lead out of runs/")
+        return name
 
     @field_validator("teachers", mode="before")
     @classmethod

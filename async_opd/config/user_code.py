@@ -1,15 +1,22 @@
 """Objects of a user's package: ``module:object``, or the name of an entry point.
 
-Only ``run`` and ``check`` call ``user_object``, which imports the module; ``names_user_code`` reads
-the names of entry points, and imports nothing.
+    check, doctor, init ──find_user_code──► the module's file is there and binds the name: not run
+    run, eval, probe, check --load ──user_object──► the object, after the import of its module
+
+Loading a config reads the names of entry points only (``names_user_code``).
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
@@ -18,6 +25,10 @@ LOSSES, SOURCES = "async_opd.losses", "async_opd.sources"
 GRADERS, LOGGERS = "async_opd.graders", "async_opd.loggers"
 TRANSPORTS = "async_opd.transports"
 """The groups of entry points; one of a transport names a module."""
+ENDS = ("DEVICES", "sender", "receiver")
+"""What the module of a transport has."""
+MAX_PARSED_BYTES = 1 << 18
+"""A larger module is not parsed: up to 1000 times its size of memory, and seconds."""
 
 
 class UserCodeError(Exception):
@@ -32,18 +43,7 @@ def names_user_code(name: str, group: str) -> bool:
 def user_object(name: str, group: str) -> Callable[..., Any]:
     """Imports what the name means. UserCodeError for what cannot be imported, or be called."""
     try:
-        if ":" in name:
-            found = resolve_name(name)
-        else:
-            installed = _entry_points(name, group)
-            if len(installed) != 1:
-                known = ", ".join(sorted(entry_points(group=group).names)) or "none"
-                count = "several packages have" if installed else "no installed package has"
-                raise UserCodeError(
-                    f"{count} an entry point {name!r} of {group} (installed: {known}); "
-                    "write module:object"
-                )
-            found = installed[0].load()
+        found = resolve_name(name) if ":" in name else _entry_point(name, group).load()
     except UserCodeError:
         raise
     except (Exception, SystemExit) as error:  # a user's module can raise anything
@@ -62,10 +62,67 @@ def user_transport(name: str) -> ModuleType:
         found = points[0].load() if points else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise UserCodeError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-    lacks = [part for part in ("DEVICES", "sender", "receiver") if not hasattr(found, part)]
+    lacks = [part for part in ENDS if not hasattr(found, part)]
     if lacks or not isinstance(found, ModuleType):
         raise UserCodeError(f"{name} is no module with {', '.join(lacks) or 'both ends'}")
     return found
+
+
+def find_user_code(name: str, group: str) -> None:
+    """UserCodeError unless the module that the name means is there and binds what it names.
+
+    The module's file is parsed; neither it nor a package above it is imported.
+    """
+    module, _, path = name.partition(":")
+    if ":" not in name:
+        point = _entry_point(name, group)
+        module, path = point.module, point.attr
+    bound = ENDS if group == TRANSPORTS else (path.partition(".")[0],)
+    try:
+        file = _file_of(module)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise UserCodeError(f"{name} cannot be found: {error}") from error
+    if file is not None:
+        find_in_file(file, bound, name)
+
+
+def find_in_file(file: Path, bound: Sequence[str], name: str) -> None:
+    """UserCodeError unless the Python file, which ``name`` means, binds these names."""
+    try:
+        if not file.is_file():
+            raise OSError(f"{file} does not exist, or is no regular file")
+        if file.stat().st_size > MAX_PARSED_BYTES:
+            return
+        with warnings.catch_warnings(action="ignore"):  # they quote the file
+            names = set(_bound(ast.parse(file.read_bytes(), file)))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserCodeError(f"{name} cannot be found: {type(error).__name__}: {error}") from error
+    lacks = [one for one in bound if one not in names]
+    if lacks and not names & {"*", "__getattr__"}:
+        raise UserCodeError(f"{name} cannot be found: {file} has no {', '.join(lacks)}")
+
+
+def _file_of(module: str) -> Path | None:
+    """The source of a module; None if it is not of Python. ImportError if there is no module."""
+    places, origin = None, ""
+    for part in module.split("."):
+        # find_spec would import the packages above a dotted name
+        found = find_spec(part) if places is None else PathFinder.find_spec(part, places)
+        if found is None:
+            raise ImportError(f"there is no module {module}")
+        places, origin = list(found.submodule_search_locations or ()), str(found.origin)
+    return Path(origin) if origin.endswith(".py") else None
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Names that statements of a module bind, at any depth; ``*`` for those of another module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0]
 
 
 def fits(function: Callable[..., Any], name: str, /, *given: Any, **options: Any) -> None:
@@ -78,6 +135,17 @@ def fits(function: Callable[..., Any], name: str, /, *given: Any, **options: Any
         signature.bind(*given, **options)
     except TypeError as error:
         raise UserCodeError(f"{name}{signature} does not fit: {error}") from error
+
+
+def _entry_point(name: str, group: str) -> EntryPoint:
+    """The only entry point of this name. UserCodeError."""
+    installed = _entry_points(name, group)
+    if len(installed) != 1:
+        known = ", ".join(sorted(entry_points(group=group).names)) or "none"
+        count = "several packages have" if installed else "no installed package has"
+        cause = f"{count} an entry point {name!r} of {group} (installed: {known})"
+        raise UserCodeError(f"{cause}; write module:object")
+    return installed[0]
 
 
 def _entry_points(name: str, group: str) -> list[EntryPoint]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from async_opd.config.registry import PromptSource
+from async_opd.config.sections.section import Name
 from async_opd.core.nesting import MAX_DEPTH
 from async_opd.core.row import MEDIA, AnswerIn, Row, answer_in, kinds_of, value_at
 from async_opd.data.images import RowImages
@@ -23,15 +24,15 @@ MAX_NAMED = 12
 class RowSource(PromptSource):
     """A source of entries with fields; its own names of fields come before those of ``data``."""
 
-    prompt: str | None = Field(default=None, min_length=1)
+    prompt: Name | None = Field(default=None, min_length=1)
     """Field with the prompt, in place of ``data.prompt``."""
-    answer: str | None = Field(default=None, min_length=1)
+    answer: Name | None = Field(default=None, min_length=1)
     """Field with the reference answer, in place of ``data.answer``."""
     answer_in: AnswerIn | None = None
     """Where the answer is in that field, in place of ``data.answer_in``."""
-    data_source: str | None = Field(default=None, min_length=1)
+    data_source: Name | None = Field(default=None, min_length=1)
     """The data source of all rows, in place of the field ``data.route_by``."""
-    images: str | None = Field(default=None, min_length=1)
+    images: Name | None = Field(default=None, min_length=1)
     """Field with the images, in place of ``data.images``."""
     image_folder: str | None = Field(default=None, min_length=1)
     """Folder of images that rows name by path, by default that of the file with the rows. Nothing

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, PrivateAttr
 
 from async_opd.config.registry import PromptSource
+from async_opd.config.sections.section import Name
 from async_opd.core.errors import ConfigError, Problem, SourceError
 from async_opd.core.row import Row
 from async_opd.data.fields import RowSource
@@ -49,9 +50,9 @@ class HubSource(RowSource):
     kind: Literal["hub"]
     id: str = Field(min_length=1)
     """The data set's id, or a folder with its files."""
-    config: str | None = Field(default=None, min_length=1)
+    config: Name | None = Field(default=None, min_length=1)
     """Its configuration (subset); by default its only or its default one."""
-    split: str = Field(default="train", min_length=1)
+    split: Name = Field(default="train", min_length=1)
     """The split with the rows."""
     revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
     """Commit, tag or branch; by default the newest. A run notes the commit that it found."""

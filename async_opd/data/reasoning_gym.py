@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveInt
 
 from async_opd.config.registry import PromptSource
+from async_opd.config.sections.section import Name
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row, Task
 
@@ -19,7 +20,7 @@ class ReasoningGymSource(PromptSource):
     """Procedural tasks from the ``reasoning-gym`` package, graded by its own verifier."""
 
     kind: Literal["reasoning_gym"]
-    task: str
+    task: Name
     """Name of the reasoning-gym dataset; it is also the rows' data source."""
     size: PositiveInt = 1000
     """Number of entries."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_opd.config.overrides import add_overrides
 from async_opd.core.errors import ConfigError
-from async_opd.core.printable import escaped, indented
+from async_opd.core.printable import indented, on_one_line
 from async_opd.doctor.finding import Finding
 from async_opd.processes.output import write_stderr
 
@@ -114,7 +114,7 @@ def _lines(findings: Sequence[Finding], prompts: Sequence[ShownPrompt]) -> str:
     lines = [indented(one.line) for one in findings]
     for one in prompts:
         head = f"{one.uid} ({one.data_source}) read by {one.reader}, {one.tokens} tokens:"
-        lines += ["", escaped(f"prompt {head}"), indented(repr(one.text))]
+        lines += ["", on_one_line(f"prompt {head}"), indented(repr(one.text))]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -339,7 +339,7 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     for note in notes:
         notify(note)
     config = fetched_data(localize(config, where), where)
-    inputs = preflight(config, where)
+    inputs = preflight(config, where, load=True)
     if inputs.problems:
         raise ConfigError(inputs.problems)
     device, text = resolve_device(config), Text.of(config)

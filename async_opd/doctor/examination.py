@@ -7,10 +7,10 @@ cannot be examined because of them says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-from async_opd.checks.images.shown import shown_to_servers
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import gpu_count, resolve_device
@@ -18,7 +18,6 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
-from async_opd.core.samples import Prompt
 from async_opd.data.hub import with_cached_data
 from async_opd.doctor.devices import devices
 from async_opd.doctor.disk import disk
@@ -30,11 +29,11 @@ from async_opd.doctor.prompts import ShownPrompt, lengths, sampled, shown
 from async_opd.doctor.templates import templates
 from async_opd.doctor.vocabularies import vocabularies
 from async_opd.doctor.wandb_login import wandb_login
-from async_opd.models.hub import named_models, naming_faults, with_cached
+from async_opd.models.hub import named_models, naming_faults, with_cached, without_code
 from async_opd.models.model_files import ModelError, ModelFiles
 from async_opd.models.tokenizer import Text
 
-Servers = Callable[[RunConfig, str, Mapping[str, Prompt]], list[Problem]]
+Servers = Callable[[RunConfig, str], list[Problem]]
 """Finds the problems of teachers' servers."""
 ORDER = (
     *("config", "environment", "devices", "models", "vocabulary", "templates", "data", "prompts"),
@@ -115,7 +114,7 @@ def examine(
         yield from (Finding(_topic_of_note(note), "warning", note) for note in inputs.notes)
 
     found.add("config", checked)
-    local, _ = with_cached_data(with_cached(config, [])[0], where, [])
+    local, _ = with_cached_data(with_cached(without_code(config), [])[0], where, [])
     device = resolve_device(local, gpus)
     set_up = with_defaults(local, device)
     found.add("devices", lambda: devices(set_up, device, gpus))
@@ -124,7 +123,7 @@ def examine(
     found.add("disk", lambda: disk(set_up))
     found.add("wandb", lambda: wandb_login(set_up))
     _read(set_up, inputs, count, found)
-    found.add("teachers", lambda: _servers(set_up, where, inputs, endpoints))
+    found.add("teachers", lambda: _servers(set_up, where, endpoints))
     _without_fault(config, found)
     found.sort()
     return found
@@ -168,20 +167,21 @@ def _files(config: RunConfig) -> dict[str, ModelFiles]:
     return files
 
 
-def _servers(
-    config: RunConfig, where: str, inputs: Inputs, endpoints: Servers | None
-) -> Iterator[Finding]:
-    """Whether the teachers' servers answer, serve the model, and have the student's tokens."""
+def _servers(config: RunConfig, where: str, endpoints: Servers | None) -> Iterator[Finding]:
+    """Whether the teachers' servers answer, serve the model, and have the student's tokens.
+
+    Of those that need a key the notes of preflight say that they are not asked.
+    """
     urls = {
         name: teacher.urls
         for name, teacher in config.teachers.items()
-        if isinstance(teacher, EndpointTeacher)
+        if isinstance(teacher, EndpointTeacher) and teacher.api_key_env is None
     }
     if not urls:
         return
     from teachers.endpoint.check import check_endpoints
 
-    problems = (endpoints or check_endpoints)(config, where, shown_to_servers(config, inputs))
+    problems = (endpoints or partial(check_endpoints, keys=False))(config, where)
     yield from map(of_problem, problems)
     wrong = {problem.key for problem in problems}
     for name, own in urls.items():
@@ -196,7 +196,7 @@ def _without_fault(config: RunConfig, found: Examination) -> None:
     passed = {
         "config": "all keys are valid",
         "models": f"the student's and {len(config.teachers)} teachers' files, heads and positions",
-        "data": "all sources can be read, their graders loaded, and each has a teacher",
+        "data": "sources and graders were found, and each source that can be read has a teacher",
     }
     for topic, text in passed.items():
         if topic not in faulty:

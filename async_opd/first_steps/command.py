@@ -119,7 +119,7 @@ def checked_text(draft: Any, target: Path, overrides: list[str]) -> tuple[str, l
     tree = with_overrides(draft.tree(target.stem, folder), overrides)
     text = config_text(completed(tree), str(target))
     config = load_config(load_yaml(text), folder=folder)
-    return text, checked(config, str(target))[1].notes
+    return text, checked(config, str(target), load=False)[1].notes
 
 
 def _asked(question: str, default: str) -> str:
@@ -127,7 +127,7 @@ def _asked(question: str, default: str) -> str:
     from rich.text import Text
 
     try:
-        return Prompt.ask(Text(question), default=default, show_default=False).strip()
+        return Prompt.ask(Text(on_one_line(question)), default=default, show_default=False).strip()
     except EOFError:  # Ctrl-D ends a list as an empty line does
         return default
 

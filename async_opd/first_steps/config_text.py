@@ -11,6 +11,7 @@ from typing import Any
 
 from async_opd.config.keys import default_of, keys_below, kinds_with, meaning_of
 from async_opd.config.yaml_text import dump_yaml
+from async_opd.core.printable import on_one_line
 
 WIDTH = 100
 SET: tuple[str, ...] = (
@@ -50,7 +51,7 @@ def completed(tree: Mapping[str, Any]) -> dict[str, Any]:
 def config_text(tree: Mapping[str, Any], file: str) -> str:
     """The YAML of a config that is called ``file``, one key a line, each with its meaning."""
     lines = [line for key, value in tree.items() for line in _lines("", key, value)]
-    return HEAD.format(file=file) + "".join(f"{line}\n" for line in lines)
+    return HEAD.format(file=on_one_line(file)) + "".join(f"{line}\n" for line in lines)
 
 
 def _lines(section: str, name: str, value: Any) -> Iterator[str]:

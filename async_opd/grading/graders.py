@@ -12,9 +12,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from decimal import Context, Decimal
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, Self
 
-from async_opd.config.user_code import GRADERS, names_user_code, user_object
+from async_opd.config.user_code import (
+    GRADERS,
+    find_in_file,
+    find_user_code,
+    names_user_code,
+    user_object,
+)
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row, answer_in
 
@@ -150,11 +157,24 @@ def is_function(name: str) -> bool:
     return not (name in BUILT_IN or name == "math_verify" or name.startswith(f"{REGEX}:"))
 
 
+def find_grader(name: str) -> None:
+    """UserCodeError unless the file of a user's grader is there and has it; nothing of it runs."""
+    place, function = _place_of(name)
+    if place.endswith(".py"):
+        find_in_file(Path(place), (function,), name)
+    else:
+        find_user_code(f"{place}:{function}" if place else name, GRADERS)
+
+
+def _place_of(name: str) -> tuple[str, str]:
+    """The module or file, and the function; no place for what may be an entry point."""
+    place, colon, function = name.rpartition(":")
+    return (name, "compute_score") if not colon and name.endswith(".py") else (place, function)
+
+
 def _function(name: str) -> Any:
     """What ``module:function`` or ``file.py:function`` names."""
-    place, colon, function = name.rpartition(":")
-    if not colon and name.endswith(".py"):
-        place, function = name, "compute_score"
+    place, function = _place_of(name)
     if not place and names_user_code(name, GRADERS):
         return user_object(name, GRADERS)
     if not place:

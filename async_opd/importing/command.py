@@ -38,6 +38,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
 def _import(arguments: argparse.Namespace) -> int:
     """Writes the config; exit code 2 if it does not pass the check of its keys yet."""
     from async_opd.core.errors import ConfigError, Problem
+    from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
 
     target = None if arguments.output is None else Path(arguments.output)
@@ -49,7 +50,7 @@ def _import(arguments: argparse.Namespace) -> int:
         sys.stdout.write(text)
     else:
         write_atomically(target, text)
-        print(f"wrote {target}; check it: async_opd check {target}")
+        print(on_one_line(f"wrote {target}; check it: async_opd check {target}"))
     check_keys(text)
     return OK
 
@@ -68,7 +69,8 @@ def imported(path: Path, name: str | None = None) -> str:
     framework.together(draft)
     draft.finish(framework.table)
     finish(draft)
-    return written(draft, path.name, framework.name, parsed.notes)
+    files = ", ".join([path.name, *parsed.parents])
+    return written(draft, files, framework.name, parsed.notes)
 
 
 def check_keys(text: str) -> None:

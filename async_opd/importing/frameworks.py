@@ -60,10 +60,11 @@ FRAMEWORKS = {
 
 @dataclass
 class Parsed:
-    """The keys of a file, and what of it was not read."""
+    """The keys of a file and of its ``parents``, and what of it was not read."""
 
     keys: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
+    parents: list[str] = field(default_factory=list)
 
 
 def parse(path: Path) -> Parsed:
@@ -101,9 +102,11 @@ def _refused(path: Path, message: str, remedy: str) -> ConfigError:
 
 def _parse(path: Path) -> Parsed:
     if path.suffix in (".yaml", ".yml"):
-        keys, missing = read_yaml(path)
+        keys, parents, missing = read_yaml(path)
         return Parsed(
-            keys, [f"its parent {one} is not there: its values are not here" for one in missing]
+            keys,
+            [f"its parent {one} is not there: its values are not here" for one in missing],
+            parents,
         )
     text = foreign(path).read().decode()
     if path.suffix == ".toml":

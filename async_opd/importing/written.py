@@ -15,11 +15,11 @@ WIDTH = 100
 MAX_LINES = 40
 
 
-def written(draft: Draft, file: str, framework: str, notes: list[str]) -> str:
-    """The text of the config, with the comments behind it."""
-    head = f"Imported from {file}, a run of {framework}. Comments below name every key of it."
+def written(draft: Draft, files: str, framework: str, notes: list[str]) -> str:
+    """The text of the config, with the comments behind it; ``files`` are all that were read."""
+    head = f"Imported from {files}, a run of {framework}. Comments below name every key of it."
     parts = [
-        _comment(head, ""),
+        _comment(on_one_line(head), ""),
         _yaml(tree_of(draft.ours)),
         _section("Fill in", draft.fill_in),
         _section("Differs from the original", [*draft.differs, *notes]),

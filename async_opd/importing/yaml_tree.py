@@ -21,29 +21,33 @@ MAX_CHARACTERS = 1 << 16
 MAX_PARENTS = 8
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The leaves by dotted key, and the parents that are missing. YamlError, OSError.
+def read_yaml(path: Path) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The leaves by dotted key, the parents, and those that are missing. YamlError, OSError.
 
     A value that refers to itself, or is longer than MAX_CHARACTERS, raises YamlError.
     """
-    tree, missing = _with_parents(path, 0)
+    parents, missing = list[str](), list[str]()
+    tree = _with_parents(path, parents, missing)
     leaves, known = flat(tree), dict[str, Any]()
-    return {key: _resolved(key, leaves, known, ()) for key in leaves}, missing
+    return {key: _resolved(key, leaves, known, ()) for key in leaves}, parents, missing
 
 
-def _with_parents(path: Path, depth: int) -> tuple[dict[str, Any], list[str]]:
+def _with_parents(path: Path, parents: list[str], missing: list[str]) -> dict[str, Any]:
+    """The tree of a file over those of its parents, whose names are added to the lists."""
     tree = load_yaml(foreign(path).read().decode())
     if not isinstance(tree, dict):
-        return {}, []
+        return {}
     parent = tree.get("defaults")
-    if not isinstance(parent, str) or depth >= MAX_PARENTS:
-        return tree, []
+    if not isinstance(parent, str) or len(parents) >= MAX_PARENTS:
+        return tree
     del tree["defaults"]
     file = path.parent / parent
     if not file.is_file():
-        return tree, [parent]
-    above, missing = _with_parents(file, depth + 1)
-    return _merged(above, tree), missing
+        missing.append(parent)
+        return tree
+    parents.append(parent)
+    merged: dict[str, Any] = _merged(_with_parents(file, parents, missing), tree)
+    return merged
 
 
 def _merged(above: Any, tree: Any) -> Any:

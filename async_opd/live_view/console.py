@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
+from async_opd.core.printable import indented, on_one_line
 from async_opd.live_view.view_state import ViewState, accuracies
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.observability.terminal import duration, rate, share, terminal_on
@@ -196,7 +197,10 @@ def _finish(file: TextIO | None) -> str | None:
 
 
 def print_end(terminal: Console, summary: Summary) -> None:
-    """Prints accuracies before, after and of the teachers, the run directory, and the status."""
+    """Prints accuracies before, after and of the teachers, the run directory, and the status.
+
+    The summary may be that of somebody else's run directory.
+    """
     from rich.table import Table
 
     before, after, teacher = (
@@ -208,14 +212,16 @@ def print_end(terminal: Console, summary: Summary) -> None:
         for column in ("before", "after", "teacher"):
             table.add_column(column, justify="right")
         for source in sources:
-            table.add_row(source, *(share(of.get(source), 1) for of in (before, after, teacher)))
+            table.add_row(
+                on_one_line(source), *(share(of.get(source), 1) for of in (before, after, teacher))
+            )
         terminal.print(table)
-    terminal.print(f"results   {summary.run_dir}", soft_wrap=True)
+    terminal.print(on_one_line(f"results   {summary.run_dir}"), soft_wrap=True)
     steps = f"{summary.steps} steps in {duration(summary.seconds)}"
     style = "bold green" if summary.status == "completed" else "bold red"
     terminal.print(f"status    {summary.status}, {steps}", style=style, soft_wrap=True)
     if summary.error:
-        terminal.print(f"error     {summary.error}", soft_wrap=True)
+        terminal.print(indented(f"error     {summary.error}"), soft_wrap=True)
 
 
 _NUMBERS = (

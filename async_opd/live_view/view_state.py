@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from async_opd.config.run_config import RunConfig
+from async_opd.core.printable import on_one_line
 from async_opd.core.stages import DEAD, STALE
 from async_opd.live_view.curve import Curve
 from async_opd.observability.terminal import duration
@@ -70,7 +71,6 @@ class ViewState:
     """
 
     def __init__(self, config: RunConfig, clock: Callable[[], float] = time.time) -> None:
-        self.run = config.name
         self.steps = config.train.steps
         self.topic_samples = min(config.queue.max_samples, config.max_in_flight)
         """The most samples that a topic can have, to which bars of topics are drawn."""
@@ -78,7 +78,8 @@ class ViewState:
         self.ended = False
         self.metrics: Mapping[str, float] = {}
         self.messages: tuple[str, ...] = ()
-        self._pools = ("rollout", *(f"teacher/{name}" for name in config.teachers), "train")
+        teachers = (on_one_line(f"teacher/{name}") for name in config.teachers)
+        self._pools = ("rollout", *teachers, "train")
         self._curve_keys = {key for key, _ in CURVES.values()} | {
             f"{pool}/{of}" for pool in self._pools for of in ("busy", "tokens_per_s")
         }

@@ -68,6 +68,12 @@ def naming_faults(config: RunConfig, where: str) -> list[Problem]:
     return [fault for named in named_models(config) for fault in named.faults(where)]
 
 
+def without_code(config: RunConfig) -> RunConfig:
+    """The config that does not trust the code of its student, which its image processor may be."""
+    student = config.student.model_copy(update={"trust_remote_code": False})
+    return config.model_copy(update={"student": student})
+
+
 def localize(config: RunConfig, where: str) -> RunConfig:
     """The config with every hub id replaced by the directory of its (downloaded) files.
 

@@ -6,6 +6,7 @@ import netrc
 import os
 from collections.abc import Mapping
 from contextlib import chdir, suppress
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +33,7 @@ Mode = Literal["online", "offline", "disabled"]
 INIT_TIMEOUT_S = 30.0
 SERVICE = "wandb-core"
 """The name of wandb's own process."""
+UNTOLD = "run.log has the message (log.samples is false)"
 MAX_ROWS, MAX_ALERTS = 1000, 100
 """Rows that may wait for wandb's own process, and alerts besides."""
 
@@ -143,7 +145,8 @@ class WandbSink(Sink):
         """Sends an alert if the message is one that somebody should act upon."""
         alert = alert_of(text)
         if alert is not None and self._run is not None:
-            self._dropped += not self._writer.put(alert)
+            shown = alert if self._config.log.samples else replace(alert, text=UNTOLD)
+            self._dropped += not self._writer.put(shown)
 
     def _give(self, items: list[Row | Alert]) -> None:
         for item in items:
@@ -154,7 +157,8 @@ class WandbSink(Sink):
                     self._run.alert(title=item.title, text=item.text, level=item.level)
                     continue
                 row, metrics = item
-                self._run.log({**metrics, **self._sampled(metrics)}, step=row)
+                tables = self._sampled(metrics) if self._config.log.samples else {}
+                self._run.log({**metrics, **tables}, step=row)
             except Exception as error:
                 self._failure = error
 

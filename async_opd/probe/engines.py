@@ -170,7 +170,7 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
     for note in notes:
         notify(note)
     config = fetched_data(localize(config, where), where)
-    inputs = preflight(config, where)
+    inputs = preflight(config, where, load=True)
     problems = inputs.problems or check_endpoints(
         _with_top_k(config), where, shown_to_servers(config, inputs)
     )

@@ -32,20 +32,26 @@ TEXT = "The quick brown fox, 0123456789: (x² + 1) = «naïve» 你好!\n"
 
 
 def check_endpoints(
-    config: RunConfig, where: str, shown: Mapping[str, Prompt] = MappingProxyType({})
+    config: RunConfig,
+    where: str,
+    shown: Mapping[str, Prompt] = MappingProxyType({}),
+    keys: bool = True,
 ) -> list[Problem]:
     """The first problem of each of the teachers' servers that has one.
 
-    ``shown`` are prompts with images, by teacher, which its servers have to score.
+    ``shown`` are prompts with images, by teacher, which its servers have to score. Without ``keys``
+    no server is asked that needs one.
     """
-    return asyncio.run(_check_all(config, where, shown))
+    return asyncio.run(_check_all(config, where, shown, keys))
 
 
-async def _check_all(config: RunConfig, where: str, shown: Mapping[str, Prompt]) -> list[Problem]:
+async def _check_all(
+    config: RunConfig, where: str, shown: Mapping[str, Prompt], keys: bool
+) -> list[Problem]:
     checks = [
         _check(config, teacher, name, url, shown.get(name))
         for name, teacher in config.teachers.items()
-        if isinstance(teacher, EndpointTeacher)
+        if isinstance(teacher, EndpointTeacher) and (keys or teacher.api_key_env is None)
         for url in teacher.urls
     ]
     found = await gather_or_cancel(*checks)

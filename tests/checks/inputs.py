@@ -23,12 +23,12 @@ def config(*overrides: str) -> RunConfig:
     return load_config(EXAMPLE, [*FEW, *overrides])
 
 
-def found(*overrides: str, gpus: int = 0) -> list[Problem]:
-    return preflight(config(*overrides), "c.yaml", gpus).problems
+def found(*overrides: str, gpus: int = 0, load: bool = False) -> list[Problem]:
+    return preflight(config(*overrides), "c.yaml", gpus, load).problems
 
 
-def one(*overrides: str, gpus: int = 0) -> Problem:
-    (problem,) = found(*overrides, gpus=gpus)
+def one(*overrides: str, gpus: int = 0, load: bool = False) -> Problem:
+    (problem,) = found(*overrides, gpus=gpus, load=load)
     return problem
 
 

@@ -239,7 +239,7 @@ def test_a_cold_start_without_a_teacher_for_its_rows_is_refused(tmp_path: Path) 
 
 
 def test_a_grader_that_cannot_be_imported_is_refused() -> None:
-    assert one("eval.grader=no_such_module:grade").key == "eval.grader"
+    assert one("eval.grader=no_such_module:grade", load=True).key == "eval.grader"
 
 
 def test_a_chat_template_that_is_none_is_a_problem(tmp_path: Path) -> None:
@@ -255,14 +255,14 @@ def test_a_grader_module_that_cannot_be_imported_is_a_problem(
 ) -> None:
     (tmp_path / f"grader{len(code)}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert one(f"eval.grader=grader{len(code)}:f").key == "eval.grader"
+    assert one(f"eval.grader=grader{len(code)}:f", load=True).key == "eval.grader"
 
 
 def test_a_graders_module_that_does_not_end_is_a_problem_after_the_bound_of_a_start(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "endless.py").write_text("while True:\n    pass\n")
-    problem = one(f"eval.grader={tmp_path}/endless.py:f", "timeouts.engine_start_s=1")
+    problem = one(f"eval.grader={tmp_path}/endless.py:f", "timeouts.engine_start_s=1", load=True)
     assert "longer than 1 s (timeouts.engine_start_s)" in problem.message
 
 
@@ -270,7 +270,7 @@ def test_a_graders_module_is_not_imported_into_the_process_that_checks_it(tmp_pa
     marker = tmp_path / "marker"
     code = f"import os\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\n"
     (tmp_path / "leaves.py").write_text(f"{code}def f(response, row):\n    return 1\n")
-    assert found(f"eval.grader={tmp_path}/leaves.py:f") == []
+    assert found(f"eval.grader={tmp_path}/leaves.py:f", load=True) == []
     assert int(marker.read_text()) != os.getpid()
 
 

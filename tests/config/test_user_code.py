@@ -10,7 +10,14 @@ import pytest
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.config.user_code import LOGGERS, UserCodeError, fits, user_object
+from async_opd.config.user_code import (
+    LOGGERS,
+    MAX_PARSED_BYTES,
+    UserCodeError,
+    find_user_code,
+    fits,
+    user_object,
+)
 from async_opd.core.errors import ConfigError, SourceError
 from async_opd.core.row import Row
 from async_opd.data.user import UserSource
@@ -97,14 +104,63 @@ def test_an_unknown_logger_is_refused_while_the_config_is_read() -> None:
     ],
 )
 def test_a_logger_that_cannot_be_made_is_refused_before_a_run(name: str, cause: str) -> None:
-    problem = one(f"log.loggers=['{name}']")
+    problem = one(f"log.loggers=['{name}']", load=True)
     assert problem.key == "log.loggers"
     assert cause in problem.message
 
 
 def test_a_name_without_an_entry_point_is_told_those_that_are_installed() -> None:
-    with pytest.raises(UserCodeError, match=r"'keptt' of async_opd.loggers \(installed: .*kept"):
-        user_object("keptt", LOGGERS)
+    for use in (user_object, find_user_code):
+        with pytest.raises(
+            UserCodeError, match=r"'keptt' of async_opd.loggers \(installed: .*kept"
+        ):
+            use("keptt", LOGGERS)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("def made(): pass", "made"),
+        ("class Made:\n    def by(self): pass", "Made.by"),
+        ("try:\n    import json as made\nexcept ImportError:\n    made = None", "made"),
+        ("from elsewhere import *", "made"),
+        ("def __getattr__(name): ...", "made"),
+        ("# " + "x" * MAX_PARSED_BYTES, "made"),
+    ],
+)
+def test_a_module_that_binds_the_name_is_found(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / "found_here.py").write_text(text)
+    find_user_code(f"found_here:{name}", LOGGERS)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("made = 1", "found_here.py has no other"),
+        ("def other(:", "SyntaxError"),
+        ("other = " + "(" * 5000, "SyntaxError|MemoryError|RecursionError"),
+        ("\0", "SyntaxError|ValueError"),
+    ],
+)
+def test_a_module_that_cannot_have_the_name_is_refused(
+    tmp_path: Path, text: str, cause: str
+) -> None:
+    (tmp_path / "found_here.py").write_text(text)
+    with pytest.raises(UserCodeError, match=cause):
+        find_user_code("found_here:other", LOGGERS)
+
+
+@pytest.mark.parametrize("module", ["", "no_such", "package_of_a_user.inner", "a..b", "__main__"])
+def test_a_module_that_is_not_there_is_refused(module: str) -> None:
+    with pytest.raises(UserCodeError, match="cannot be found: "):
+        find_user_code(f"{module}:f", LOGGERS)
+
+
+def test_a_module_in_a_folder_without_init_and_one_of_c_are_found(tmp_path: Path) -> None:
+    (tmp_path / "bare" / "inner").mkdir(parents=True)
+    (tmp_path / "bare" / "inner" / "leaf.py").write_text("def f(): ...")
+    find_user_code("bare.inner.leaf:f", LOGGERS)
+    find_user_code("math:sqrt", LOGGERS)
 
 
 def test_an_option_may_have_any_name() -> None:
@@ -140,13 +196,19 @@ def test_a_source_that_fails_says_why(options: dict[str, int], cause: str) -> No
 @pytest.mark.parametrize("name", ["copied", "rollouter.transports.gloo:"])
 def test_a_transport_is_named_by_entry_point_or_by_module(name: str) -> None:
     made = config(f"sync.backend='{name}'")
-    assert preflight(made, "c.yaml", 0).problems == []
+    assert [preflight(made, "c.yaml", 0, load).problems for load in (False, True)] == [[], []]
     assert RunConfig.model_validate(made.model_dump(by_alias=True)) == made
     assert transport(chosen(made.sync.backend, "cpu")).__name__ == "rollouter.transports.gloo"
 
 
-def test_a_module_that_is_no_transport_is_refused_before_a_run() -> None:
+def test_a_module_that_is_no_transport_is_refused_by_its_file_too() -> None:
     problem = one("sync.backend='package_of_a_user:'")
+    assert problem.key == "sync.backend"
+    assert problem.message.endswith("package_of_a_user.py has no DEVICES, sender, receiver")
+
+
+def test_a_module_that_is_no_transport_is_refused_before_a_run() -> None:
+    problem = one("sync.backend='package_of_a_user:'", load=True)
     assert (problem.key, problem.message) == (
         "sync.backend",
         "package_of_a_user: is no module with DEVICES, sender, receiver",

@@ -101,9 +101,9 @@ def test_teachers_servers_are_asked_and_their_problems_are_errors() -> None:
         "teachers.sort={kind: endpoint, urls: ['http://127.0.0.1:9/v1'], served_model: sort}"
     )
     problem = Problem("c.yaml", "teachers.sort", "serves nothing", "start it")
-    found = examine(served, "c.yaml", 1, list, lambda config, where, shown: [problem])
+    found = examine(served, "c.yaml", 1, list, lambda config, where: [problem])
     assert errors(found)["teachers"] == "teachers.sort: serves nothing"
-    found = examine(served, "c.yaml", 1, list, lambda config, where, shown: [])
+    found = examine(served, "c.yaml", 1, list, lambda config, where: [])
     assert "teachers" in {one.topic for one in found.findings if one.status == "ok"}
 
 

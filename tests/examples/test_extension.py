@@ -28,7 +28,7 @@ from trainer.build import build_learner
 
 few = "[{kind: user, function: digits, options: {count: 20}}]"
 config = load_config(sys.argv[1], [f"data.train={few}", f"data.eval={few}"])
-inputs = preflight(config, "c.yaml", 0)
+inputs = preflight(config, "c.yaml", 0, load=True)
 wrong = [
     config.model_copy(update={"loss": config.loss.model_copy(update=changed)})
     for changed in ({"function": "hellinge"}, {"options": {"power": 2}})

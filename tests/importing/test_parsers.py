@@ -146,14 +146,14 @@ def test_parents_of_a_yaml_file_are_merged_and_references_resolved(tmp_path: Pat
         "a: {b: 1, c: '${.b}', d: '${..e}'}\ne: 5\nf: '${mul:${a.b}, 4}'"
     )
     (tmp_path / "child.yaml").write_text("defaults: parent.yaml\na: {b: 2}\ng: x-${a.b}")
-    found, missing = read_yaml(tmp_path / "child.yaml")
+    found, parents, missing = read_yaml(tmp_path / "child.yaml")
     assert found == {"a.b": 2, "a.c": 2, "a.d": 5, "e": 5, "f": 8, "g": "x-2"}
-    assert missing == []
+    assert (parents, missing) == (["parent.yaml"], [])
 
 
 def test_a_parent_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "child.yaml").write_text("defaults: ../none.yaml\na: 1")
-    assert read_yaml(tmp_path / "child.yaml") == ({"a": 1}, ["../none.yaml"])
+    assert read_yaml(tmp_path / "child.yaml") == ({"a": 1}, [], ["../none.yaml"])
 
 
 def test_references_whose_text_doubles_with_each_line_are_refused_and_take_no_memory(

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.paths import HUB, hub_source_of
 from async_opd.config.registry import SOURCES, PromptSource
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 from async_opd.core.row import AnswerIn
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ class DataConfig(Section):
     with ``hf:`` a data set of the hub: ``hf:ID[:CONFIG][:SPLIT]``. One source needs no list."""
     eval: list[Source] = Field(default=[])
     """Sources of the prompts that are evaluated on; none means no evaluation."""
-    prompt: str = "prompt"
+    prompt: Name = "prompt"
     """Field with the prompt: a string, or a list of chat messages. Here and in the next keys dots
     lead to fields inside of others: ``extra_info.question``."""
-    answer: str = "answer"
+    answer: Name = "answer"
     """Field with the reference answer, which graders compare responses with, such as
     ``reward_model.ground_truth`` in verl's files."""
     answer_in: AnswerIn = "whole"
     """The part of that field which is the answer: ``whole``, what follows its last ``####`` (as in
     GSM8K), or what is ``boxed`` in its last ``\\boxed{}``. A row without it is refused."""
-    images: str = Field(default="images", min_length=1)
+    images: Name = Field(default="images", min_length=1)
     """Field with a prompt's image, or a list of them: encoded bytes, a path, a data URL, or a
     struct of ``bytes`` and ``path``, as the hub's ``Image`` columns are. See docs/data.md."""
     image_placeholder: str = "<image>"
@@ -53,7 +53,7 @@ class DataConfig(Section):
     image_cache_mib: PositiveInt = 256
     """Maximum size in MiB of the encoded images that each replica and each rank of the trainer
     keeps after it has fetched them from the queue; the least recently used go first."""
-    route_by: str = "data_source"
+    route_by: Name = "data_source"
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template; ``auto``: if it has one."""

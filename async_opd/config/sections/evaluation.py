@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 
 
 class EvalConfig(Section):
@@ -80,7 +80,7 @@ class GradingConfig(Section):
     """Memory bound of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: mapped
     files do not count). A larger allocation fails, and the response is a dead letter. Each process
     that a grader starts has the same bound."""
-    pass_env: list[str] = Field(default=[])
+    pass_env: list[Name] = Field(default=[])
     """Environment variables that graders get although they hold secrets, such as the key of a
     judge. Graders inherit all variables that look like no secret by name and value."""
     allow_eval: bool = False

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 from async_opd.config.user_code import LOGGERS as GROUP
 from async_opd.config.user_code import names_user_code
 from async_opd.core.level import Level
@@ -40,9 +40,9 @@ class LogConfig(Section):
     """Lines of ``run.log``: text, or JSON objects with time, level, stage, replica and text."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """``auto``: online if you are logged in, else offline."""
-    project: str = "async_opd"
+    project: Name = "async_opd"
     """wandb project; the project or experiment of the other loggers."""
-    loggers: tuple[str, ...] = ()
+    loggers: tuple[Name, ...] = ()
     """Further loggers, which get the same metrics: ``tensorboard`` (event files in ``tensorboard/``
     of the run directory), ``mlflow`` (MLFLOW_TRACKING_URI, else ``mlflow/`` there), ``trackio``
     (TRACKIO_DIR, else its own folder). Each needs the extra of its name: ``pip install
@@ -50,6 +50,10 @@ class LogConfig(Section):
     ``async_opd.loggers`` (docs/extending.md). One that fails does not end the run: ``run.log`` says
     so."""
 
+    samples: bool = True
+    """Gives loggers prompts, answers and pictures: wandb's tables ``evaluation/samples`` and
+    ``generations/samples``, and alerts with the text of a failure, which may quote them. False:
+    only the run directory has them, and alerts are titles (docs/security.md)."""
     pools_every_s: float = Field(default=5.0, ge=0)
     """Seconds between two reports of the pools, which come with a step: rows of steps in between
     have no metrics of pools and queues. 0: a report with each step, which costs CPU time of every

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 
 
 class RolloutPlan(Section):
@@ -75,7 +75,7 @@ class PlanConfig(Section):
     response_sigma: float = Field(default=1.0, ge=0)
     """Spread of the lengths: standard deviation of their natural logarithm (log-normal)."""
     rollout: RolloutPlan
-    teachers: dict[str, TeacherPlan]
+    teachers: dict[Name, TeacherPlan]
     """Speeds by name of the teacher."""
     train: TrainPlan
     evaluation_s: float = Field(default=0.0, ge=0)

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from async_opd.config.paths import is_url
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 
 
 class CheckpointConfig(Section):
@@ -21,7 +21,7 @@ class CheckpointConfig(Section):
     goes on while a checkpoint is written; one that is due before it is written is skipped."""
     keep: PositiveInt = 2
     """Number of the newest checkpoints that are kept; a run that may roll back keeps two more."""
-    keep_best: str | None = Field(default=None, pattern=r"^eval/.+/accuracy$")
+    keep_best: Name | None = Field(default=None, pattern=r"^eval/.+/accuracy$")
     """Accuracy by which the best checkpoint is kept too: ``eval/gsm8k/accuracy``, or
     ``eval/*/accuracy``, the mean over data sources. Evaluated versions then have checkpoints, and a
     completed run has the best student in ``best/``. By default only the newest are kept."""

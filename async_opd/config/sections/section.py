@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+
+MAX_NAME = 100
+CHECK_NAMES = "names are checked"
+"""The context in which a user's own config is validated; run directories may have any names."""
+
+
+def _printable(name: str, info: ValidationInfo) -> str:
+    if info.context == CHECK_NAMES and (len(name) > MAX_NAME or not name.isprintable()):
+        raise ValueError(f"a name of at most {MAX_NAME} printable characters on one line")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_printable)]
+"""A text that is shown, or is a key of metrics."""
 
 
 class Section(BaseModel):

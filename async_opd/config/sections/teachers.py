@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from async_opd.config.sections.engine import EngineConfig
-from async_opd.config.sections.section import ModelSection, Rendering, Section
+from async_opd.config.sections.section import ModelSection, Name, Rendering, Section
 
 CALL_SAMPLES = 64
 """Most rollouts in one call to a replica of a teacher: with larger calls one replica would have all
@@ -60,7 +60,7 @@ class Teacher(Rendering):
     ``chat_template_kwargs``, ``system_prompt`` and ``response_prefix``.
     """
 
-    sources: list[str] | None = None
+    sources: list[Name] | None = None
     """Values of ``data.route_by`` whose rows this teacher scores; by default its own name, and all
     rows if it is the only teacher."""
     weight: PositiveFloat | Literal["auto"] = 1.0
@@ -190,7 +190,7 @@ class EndpointTeacher(Teacher):
     with the student's. By default only the servers' answers are."""
     revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
     """Commit, tag or branch of a hub id; by default the newest."""
-    api_key_env: str | None = None
+    api_key_env: Name | None = None
     """Environment variable with the servers' key, sent as a bearer token. The key itself is in no
     file and no log. Every process that calls the servers reads it from its own environment: in a
     joined cluster from that of its node."""
