@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from async_opd.models.cpu_kernels import allow_amx
 from async_opd.processes.engine_workers import FaultReturningWorker
 from async_opd.weight_sync.digests import Digests
 
 ADAPTER_ID = 1
-allow_amx()
+torch.cpu._init_amx()  # vLLM uses AMX in bfloat16 without asking the kernel for it: SIGILL
 
 
 class AdapterWorker(FaultReturningWorker):

@@ -19,7 +19,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from async_opd.models.cpu_kernels import allow_amx, pack_again
+from async_opd.models.cpu_kernels import pack_again
 from async_opd.processes.engine_workers import FaultReturningWorker
 from teachers.rows import Chunk, RowRequest, RowScores
 
@@ -28,7 +28,7 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker
 
-allow_amx()
+torch.cpu._init_amx()  # vLLM uses AMX in bfloat16 without asking the kernel for it: SIGILL
 
 
 class ScoringWorker(FaultReturningWorker, Worker):

@@ -26,7 +26,7 @@ GRADERS, LOGGERS = "async_opd.graders", "async_opd.loggers"
 TRANSPORTS = "async_opd.transports"
 """The groups of entry points; one of a transport names a module."""
 ENDS = ("DEVICES", "sender", "receiver")
-"""What the module of a transport has."""
+"""The names that the module of a transport has."""
 MAX_PARSED_BYTES = 1 << 18
 """A larger module is not parsed: up to 1000 times its size of memory, and seconds."""
 
@@ -90,7 +90,7 @@ def find_in_file(file: Path, bound: Sequence[str], name: str) -> None:
     """UserCodeError unless the Python file, which ``name`` means, binds these names."""
     try:
         if not file.is_file():
-            raise OSError(f"{file} does not exist, or is no regular file")
+            raise OSError(f"{file} does not exist, or is not a regular file")
         if file.stat().st_size > MAX_PARSED_BYTES:
             return
         with warnings.catch_warnings(action="ignore"):  # they quote the file
@@ -103,13 +103,13 @@ def find_in_file(file: Path, bound: Sequence[str], name: str) -> None:
 
 
 def _file_of(module: str) -> Path | None:
-    """The source of a module; None if it is not of Python. ImportError if there is no module."""
+    """The source of a module; None if it is not of Python. ImportError if it does not exist."""
     places, origin = None, ""
     for part in module.split("."):
         # find_spec would import the packages above a dotted name
         found = find_spec(part) if places is None else PathFinder.find_spec(part, places)
         if found is None:
-            raise ImportError(f"there is no module {module}")
+            raise ImportError(f"the module {module} does not exist")
         places, origin = list(found.submodule_search_locations or ()), str(found.origin)
     return Path(origin) if origin.endswith(".py") else None
 

@@ -1,20 +1,8 @@
-"""vLLM's kernels of CPUs: they compute with packed copies of some weights, and may use AMX."""
+"""vLLM's kernels of CPUs compute with packed copies of some weights."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import torch
-
-
-def allow_amx() -> None:
-    """Asks the kernel for AMX in this process, if its CPU has it. Workers call it when imported.
-
-    vLLM's attention in bfloat16 uses AMX where the CPU has it, and does not ask: the process ends
-    with SIGILL, without a traceback (measured with vLLM 0.32 on Linux 6.18).
-    """
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
 
 
 def pack_again(model: Any, head: type) -> None:

@@ -37,7 +37,7 @@ PATHS = {
 TEXTS = {"system_prompt", "response_prefix", "prompt_template", "image_placeholder"}
 OTHERS = {"grader", "targets", "template_date"}
 OPTIONS = {"options", "extra", "processor_kwargs", "chat_template_kwargs"}
-"""Keys whose texts are no names; what prints one escapes it."""
+"""Keys whose texts are not names; every output that shows one escapes it."""
 
 
 def naming(folder: Path, name: str) -> dict[str, Any]:

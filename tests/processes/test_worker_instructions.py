@@ -1,4 +1,4 @@
-"""What a worker's process may use of its CPU."""
+"""Instructions of the CPU that the process of a worker may use."""
 
 from __future__ import annotations
 
