@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, PrivateAttr
 
 from async_opd.config.registry import PromptSource
-from async_opd.config.yaml_text import YamlError
 from async_opd.core.errors import ConfigError, Problem, SourceError
 from async_opd.core.row import Row
 from async_opd.data.fields import RowSource
@@ -216,7 +215,7 @@ class HubSource(RowSource):
         try:
             configs = [] if card is None else card_configs(card)
             patterns = patterns_of(configs, self.config, self.split)
-        except (OSError, ValueError, YamlError) as error:
+        except (OSError, ValueError) as error:
             message = f"its {CARD} cannot be read ({error}): name its own files by `files:`"
             raise SourceError(self.label, message) from error
         rows = sorted(name for name in names if name.endswith(SUFFIXES))

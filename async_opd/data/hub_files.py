@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.paths import SPLITS
-from async_opd.config.yaml_text import load_yaml
 from async_opd.files.foreign import ForeignPath, foreign
 from async_opd.files.safe_open import write_atomically
 
@@ -27,13 +26,18 @@ MAX_PATTERNS = 1000
 
 
 def card_configs(card: ForeignPath) -> list[Any]:
-    """``configs`` of a data set's card, if it has any. OSError, ValueError, YamlError."""
+    """``configs`` of a data set's card, if it has any. OSError, ValueError."""
+    from async_opd.config.yaml_text import YamlError, load_yaml  # not before a card is read
+
     front = FRONT.match(card.read().decode("utf-8-sig").replace("\r\n", "\n"))
     if front is None:
         return []
     if len(front[1]) > MAX_CARD_CHARACTERS:
         raise ValueError(f"its YAML has more than {MAX_CARD_CHARACTERS:,} characters")
-    tree = load_yaml(front[1])
+    try:
+        tree = load_yaml(front[1])
+    except YamlError as error:
+        raise ValueError(str(error)) from error
     found = tree.get("configs") if isinstance(tree, dict) else None
     return found if isinstance(found, list) else []
 
@@ -53,10 +57,13 @@ def patterns_of(configs: list[Any], config: str | None, split: str) -> list[str]
             of, path = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (
                 "train", entry,
             )  # fmt: skip
-            paths = path if isinstance(path, list) else [path]
-            if of == split and not all(isinstance(one, str) for one in paths):
-                raise ValueError("data_files has a path that is neither a text nor a list of texts")
-            found += paths if of == split else ()
+            if of != split:
+                continue
+            for pattern in path if isinstance(path, list) else [path]:
+                if not isinstance(pattern, str):
+                    fault = "data_files has a path that is neither a text nor a list of texts"
+                    raise ValueError(fault)
+                found.append(pattern)
         if len(found) > MAX_PATTERNS:
             raise ValueError(f"data_files has more than {MAX_PATTERNS} paths for a split")
         return found

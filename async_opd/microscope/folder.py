@@ -64,8 +64,8 @@ def unreadable(run_dir: Place) -> Iterator[str]:
         if isinstance(found, str):
             yield f"{path.name}: {found}"
     partial = [one for one in _joined(run_dir) if len(one) != one.response_tokens]
-    for step, found in groupby(partial, lambda one: one.step):
-        first, *others = found
+    for step, of_step in groupby(partial, lambda one: one.step):
+        first, *others = of_step
         yield (
             f"step {step}: {1 + len(others)} samples are left out: of {first.uid} are "
             f"{len(first)} of {first.response_tokens} tokens there, the others were on another rank"
