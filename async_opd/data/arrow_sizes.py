@@ -28,7 +28,7 @@ AT_ONCE_BYTES = 1 << 30
 and of a column with lists 8 bytes for each of its values, all of which one row may have."""
 HEADER_BYTES = 1 << 16
 MAX_PAGES = 100_000
-FOOTER_BYTES, TAIL_BYTES = 32 << 20, 8
+FOOTER_BYTES, TAIL_BYTES = 16 << 20, 8
 DATA, DATA_V2 = 5, 8
 """Fields of a page's header that have the number of its values, where the page has any."""
 GROUPS, COLUMNS, ROWS, ABOUT = 4, 1, 3, 3
