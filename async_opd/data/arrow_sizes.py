@@ -4,7 +4,8 @@
     a stream's messages ──refuse_compressed──► batches that are as large as the file
     a batch ──size_of──► what its values become as Python objects, those said once for many, too
 
-Encodings and compression let a file of a few bytes say gigabytes.
+Encodings and compression let a file of a few bytes say gigabytes. Of broken files these functions
+raise errors of many kinds.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ VALUES, DECOMPRESSED, COMPRESSED, FIRST, FIRST_DICTIONARY = 5, 6, 7, 9, 11
 def row_groups(file: IO[bytes]) -> list[Any]:
     """What the footer of a parquet file says of its row groups, by the numbers of thrift's fields.
 
-    ValueError or LookupError for what is no footer. Not by pyarrow, of which a column's sizes that
-    are not valid end the process.
+    Not by pyarrow: a column's sizes that are not valid end the process there.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - TAIL_BYTES, 0))
@@ -79,10 +79,7 @@ def refuse_large_group(group: Any, repeated: list[bool], file: IO[bytes] | None)
 
 
 def _pages(column: Any, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Decompressed bytes, and number of values, of each page of a column, by its header.
-
-    ValueError or LookupError for what is no header.
-    """
+    """Decompressed bytes, and number of values, of each page of a column, by its header."""
     at = min(start for start in (column[FIRST], column.get(FIRST_DICTIONARY, 0)) if start)
     end, left = at + column[COMPRESSED], column[VALUES]
     for _ in range(MAX_PAGES):
@@ -108,7 +105,7 @@ class _Thrift:
     at: int = 0
 
     def section(self) -> dict[int, Any]:
-        """The fields of a section by their numbers. ValueError or LookupError if it is none."""
+        """The fields of a section by their numbers."""
         fields: dict[int, Any] = {}
         field = 0
         while head := self._byte():
