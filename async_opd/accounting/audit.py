@@ -14,7 +14,7 @@ from typing import Any
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.core.errors import AsyncOPDError
-from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
+from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.run_format import refuse_other_formats
 
 
@@ -71,15 +71,15 @@ def audit(run_dir: str | Place) -> Audit:
 
 def journal_entries(path: ForeignPath) -> Iterator[dict[str, Any]]:
     """Each line of a journal. AuditError."""
+    number = 0
     try:
-        lines = path.read(RECORD_BYTES).split(b"\n")
+        for number, line in enumerate(path.lines(HELD_BYTES), 1):  # noqa: B007
+            if line.endswith("\n"):  # a last line without a newline is torn
+                yield dict(json.loads(line))
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
-        try:
-            yield dict(json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise AuditError(f"{path}, line {number}, is no JSON object: {error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise AuditError(f"{path}, line {number}, is no JSON object: {error}") from error
 
 
 def _completed(folder: ForeignPath) -> bool:

@@ -16,7 +16,7 @@ from async_opd.checkpoint.store import CONFIG, EVALUATED, FOLDER
 from async_opd.config.paths import is_url
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
 from async_opd.data.stored_rows import temporary_folder
-from async_opd.files.foreign import ForeignPath
+from async_opd.files.foreign import DOCUMENT_BYTES, RECORD_BYTES, ForeignPath
 
 _COPY = re.compile(rf"step_\d+|{END}")
 Wanted = Callable[[str], bool]
@@ -69,6 +69,12 @@ def _fetched(place: str, into: Path, wanted: Wanted) -> bool:
         copy = copies.complete(END) or (newest and newest[1])
     if copy is None:
         return False
+    for file, written in copy.files.items():
+        most = DOCUMENT_BYTES if file.endswith((".json", ".yaml")) else RECORD_BYTES
+        if record(file) and wanted(file) and written.bytes > most:
+            raise OSError(
+                f"its {file} has {written.bytes} bytes, more than the {most} that are read"
+            )
     copies.download(copy, into, wanted)
     if newest is not None and copy.name == END:
         step, last = newest

@@ -11,8 +11,10 @@ with another content than these, nothing is taken for a copy. Nothing in a copy 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,14 +25,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_opd.accounting.lineage import Lineage, is_on_the_way, longest
 from async_opd.accounting.roll_backs import RollBack, lineage_of, parse_roll_backs
-from async_opd.checkpoint.store import CUT, EVALUATED, FOLDER, parse_cut
+from async_opd.checkpoint.store import CUT, CUT_BYTES, EVALUATED, FOLDER, parse_cut
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import Changed, RemoteFile
+from async_opd.files.safe_open import make_folder
 from async_opd.processes.background import each_of
 
 LISTING, END, WRITER = "files.json", "end", "writer"
 MAX_LISTING_BYTES, MAX_WRITER_BYTES, MAX_ROLL_BACKS_BYTES = 64 << 20, 64, 16 << 20
+SPARE_BYTES = 1 << 30
+"""Bytes of a disk that a download leaves free."""
 AT_ONCE = 4
 """Files of a copy that are transferred at the same time."""
 TEACHERS = "teachers"
@@ -119,19 +124,27 @@ class RunCopies:
         numbers = (name.removeprefix("step_") for name in names)
         return sorted(int(one) for one in numbers if one.isdecimal() and len(one) < 16)
 
-    def complete(self, name: str) -> Copy | None:
-        """A copy, whose files are not read yet; None if it is not complete."""
+    def complete(self, name: str, most: int = MAX_LISTING_BYTES) -> Copy | None:
+        """A copy, whose files are not read yet; None if it is not complete.
+
+        ``Changed`` if its list of files has more bytes than ``most``.
+        """
         try:
-            content = (self.place / name / LISTING).read(MAX_LISTING_BYTES)
+            content = (self.place / name / LISTING).read(most)
             files = _Listing.validate_json(content)
         except (FileNotFoundError, ValidationError):  # the latter: of a write that was cut off
             return None
-        return Copy(name, files) if all(map(may_be_copied, files)) else None
+        fits = all(may_be_copied(name) and file.bytes >= 0 for name, file in files.items())
+        return Copy(name, files) if fits else None
 
     def mirrored(self) -> Mirrored:
         """All complete copies with a checkpoint."""
-        found = ((step, self.complete(name_of(step))) for step in self.steps())
-        copies = [(step, copy) for step, copy in found if copy is not None]
+        copies, left = list[tuple[int, Copy]](), MAX_LISTING_BYTES
+        for step in self.steps():
+            copy = self.complete(name_of(step), left)
+            if copy is not None:
+                copies.append((step, copy))
+                left = max(left - len(_Listing.dump_json(copy.files)), 0)
         lineages: dict[int, Lineage] = {}
         for step, copy in copies:
             with suppress(FileNotFoundError, Changed, ValueError):  # who takes the copy reports it
@@ -142,7 +155,7 @@ class RunCopies:
         name = f"{FOLDER}/{name_of(step)}/{CUT}"
         if (expected := copy.files.get(name)) is None:
             raise FileNotFoundError(name)
-        content = (self.place / copy.name / name).read(expected.bytes)
+        content = (self.place / copy.name / name).read(min(expected.bytes, CUT_BYTES))
         if WrittenFile(len(content), hashlib.sha256(content).hexdigest()) != expected:
             raise Changed(name)
         return parse_cut(content).lineage
@@ -188,9 +201,15 @@ class RunCopies:
     def download(self, copy: Copy, into: Path, wanted: Callable[[str], bool]) -> None:
         """Downloads files into an empty folder.
 
-        ``Changed`` if one is not as ``files.json`` says; OSError if the store does not answer.
+        ``Changed`` if one is not as ``files.json`` says; OSError if the store does not answer, or
+        the disk has no room for the sizes that it says.
         """
         chosen = {name: file for name, file in copy.files.items() if wanted(name)}
+        make_folder(into)
+        free, needed = shutil.disk_usage(into).free, sum(file.bytes for file in chosen.values())
+        if needed > free - SPARE_BYTES:
+            message = f"{self.place / copy.name} says that it has {needed} bytes; {free} are free"
+            raise OSError(errno.ENOSPC, f"{message}, of which {SPARE_BYTES} stay free", str(into))
 
         def one(name: str) -> None:
             (self.place / copy.name / name).download(into / name, chosen[name])

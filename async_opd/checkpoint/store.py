@@ -36,7 +36,7 @@ from async_opd.core.errors import CheckpointError
 from async_opd.core.row import Row
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import checksum, flush, written_file
-from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
+from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.kept_steps import forget_steps
 from async_opd.files.safe_open import (
     FOLDER_MODE,
@@ -47,6 +47,7 @@ from async_opd.files.safe_open import (
 )
 
 CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
+CUT_BYTES = 64 << 20
 FOLDER, EVALUATED = "checkpoints", "evaluated.json"
 _STEP = re.compile(r"step_(0|[1-9]\d{0,15})", re.ASCII)
 
@@ -195,7 +196,7 @@ class Checkpoints:
         for step in self.steps():
             with suppress(OSError, ValueError):
                 cut = self._there / f"step_{step}/{CUT}"
-                found[step] = parse_cut(cut.read(RECORD_BYTES)).lineage
+                found[step] = parse_cut(cut.read(CUT_BYTES)).lineage
         return found
 
     def lineage(self) -> Lineage:
@@ -286,7 +287,7 @@ def load(folder: Place) -> Checkpoint:
             for (name, file), now in zip(manifest.items(), read, strict=True):
                 if now != file:
                     raise ValueError(f"{name} was changed or cut off")
-        cut = parse_cut((at / CUT).read(RECORD_BYTES))
+        cut = parse_cut((at / CUT).read(CUT_BYTES))
         if at.name != f"step_{cut.step}":
             raise ValueError(f"its {CUT} is of step {cut.step}")
         return Checkpoint(at.as_path(), cut, (at / CONFIG).read().decode())

@@ -18,10 +18,14 @@ MIN_CHARACTERS = 8
 
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NAME = re.compile(
-    r"(^|[_.-])((api|access|auth|client|private|secret|session|refresh|license)?[_-]?"
-    r"(key|token|secret)|api_?keys|secrets|passw(or)?ds?|passphrase|credentials?|authorization"
-    r"|bearer|cookie)$"
+    r"(^|[_.-])((api|access|auth|client|private|secret|session|refresh|license|hf|gh|bot)?[_-]?"
+    r"(key|token|secret)|api_?keys|secrets|passphrase|credentials?|authorization"
+    r"|bearer|cookie|auth|pat|sas)$"
+    r"|passw|(?<!^old)(?<=.)pwd$|(?<!by)(?<!com)(?<!ask)pass$"
+    r"|(dsn|webhook|webhook_?ur[il]|conn(ection)?_?str(ing)?)$"
 )
+_SIGNATURE = re.compile(r"(^|[_.-])(sig|signature)$")
+"""Names in the query of a URL whose holder may read the file."""
 _SPECIAL_TOKEN = re.compile(r"(^|_)(bos|eos|unk|sep|pad|cls|mask|image|audio|video)_token$")
 _DIGEST = re.compile(r"(^|[_.-])(revision|commit|sha|hash|digest|checksum|fingerprint)$")
 """Names of hexadecimal values that look like a key of wandb but are none."""
@@ -43,10 +47,20 @@ _SHAPES = (
     r"\bA[KS]IA[A-Z0-9]{16}\b",  # AWS, temporary ones included
     r"\b(?:IQoJ|FwoG|FQoG)[A-Za-z0-9+/=]{40,}",  # session tokens of AWS
     r"\bAIza[\w-]{30,}",
+    r"\bdapi[0-9a-f]{32}",  # Databricks
+    r"\bSG\.[\w-]{16,}\.[\w-]{16,}",  # SendGrid
+    r"\bdckr_[po]at_[\w-]{20,}",
+    r"\btgp_v\d+_[\w-]{20,}",  # Together
+    r"\blsv2_[a-z]{2}_\w{20,}",  # LangSmith
+    r"(?<!\d)\d{6,12}:AA[\w-]{30,}",  # bots of Telegram
+    r"\bhooks\.slack\.com/\w+/[\w/-]{16,}",
+    r"\bdiscord(?:app)?\.com/api/webhooks/\d+/[\w-]{16,}",
+    r"\b(?:AccountKey|SharedAccessKey|SharedAccessSignature)=[^\s;'\"]{8,}",
+    r"(?<=;)(?i:password|pwd)=[^\s;'\"]+",  # of a connection string
     r"\bya29\.[\w-]{20,}",
     r"\bxox[abeprs]-[\w-]{10,}",
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # JSON web tokens
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
     r"\bBearer\s+[\w.~+/=-]{8,}",
     r"(?<=://)[^/\s@?#]+(?=@)",  # user, or user:password, of a URL
     _HEX,
@@ -64,8 +78,12 @@ def names_secret(name: str) -> bool:
 def looks_secret(value: str) -> bool:
     """Whether the value contains a key of a well-known kind, or one in a URL's query."""
     return bool(_VALUE.search(value)) or any(
-        names_secret(name) and found != HIDDEN for name, found in _QUERY.findall(value)
+        _in_query(name) and found != HIDDEN for name, found in _QUERY.findall(value)
     )
+
+
+def _in_query(name: str) -> bool:
+    return names_secret(name) or bool(_SIGNATURE.search(name.lower()))
 
 
 def looks_like_a_variable(name: str) -> bool:
@@ -144,7 +162,7 @@ class Redactor:
         for value in sorted(values, key=len, reverse=True):
             text = text.replace(value, HIDDEN)
         return _QUERY.sub(
-            lambda match: f"{match[1]}={HIDDEN}" if names_secret(match[1]) else match[0],
+            lambda match: f"{match[1]}={HIDDEN}" if _in_query(match[1]) else match[0],
             _VALUE.sub(HIDDEN, text),
         )
 

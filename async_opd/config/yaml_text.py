@@ -18,7 +18,8 @@ FLOAT_WITHOUT_DOT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 MERGE = "tag:yaml.org,2002:merge"
 MAX_VALUES = 100_000
 """Bound of a document's values with every alias expanded: a few lines of nested aliases can expand
-to billions."""
+to billions. A text counts once more for every ``CHARACTERS`` of it."""
+CHARACTERS = 100
 SHOWN = 80
 """Characters of a value that an error shows."""
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
@@ -141,7 +142,7 @@ def _excess(root: yaml.Node) -> Iterator[tuple[int, str, str]]:
     def measure(node: yaml.Node) -> tuple[int, int]:
         """Number of values in the node, itself included, and their depth."""
         if isinstance(node, yaml.ScalarNode):
-            return 1, 1
+            return 1 + len(node.value) // CHARACTERS, 1
         if id(node) not in known:
             pairs = isinstance(node, yaml.MappingNode)
             inner = [one for pair in node.value for one in pair] if pairs else node.value

@@ -1,7 +1,8 @@
 """Rows of parquet files and of Hugging Face ``datasets`` directories, as they lie in the files.
 
 Nothing in them is decoded: an image or a sound stays its bytes and its path, no file outside of the
-folder is opened and no URL fetched. Raises whatever a broken file makes pyarrow raise.
+folder is opened and no URL fetched. A row that would be too large is None.
+Raises whatever a broken file makes pyarrow raise.
 """
 
 from __future__ import annotations
@@ -16,36 +17,50 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from async_opd.data.arrow_sizes import (
+    ROWS,
+    is_small,
+    refuse_compressed,
+    refuse_large_group,
+    row_groups,
+)
+from async_opd.data.fields import MAX_ROW_BYTES
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import RemoteFile
 
+Fields = dict[str, Any] | None
 AT_A_TIME = 64
 """Rows that become Python objects together, while they are small."""
 FEW = 4
 """Rows of a parquet file that are decoded together: a long value that the file says once for many
-rows is there once for each of these."""
+rows is there once for each of these. One is, where a page is larger than two rows may be."""
 BUFFER = 1 << 20
 """Bytes of each column that are read from a parquet file at once."""
 SMALL = 1 << 20
-"""Bytes of such rows in Arrow, where a value that a file says once for many rows counts once."""
+"""Letters, bytes and values of such rows."""
 MAX_STATE_BYTES = 1 << 20
 """Bytes of the JSON file that names the others."""
 
 
-def parquet_rows(path: Path | ForeignPath | RemoteFile, start: int = 0) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: Path | ForeignPath | RemoteFile, start: int = 0) -> Iterator[Fields]:
     """Rows of a parquet file from position ``start`` on; row groups before it are not read."""
     with ExitStack() as opened:
-        place: Any = path
-        if not isinstance(path, Path):
-            reading = path.held() if isinstance(path, ForeignPath) else path.open("rb")
-            place = opened.enter_context(reading)
-        whole = pyarrow.parquet.ParquetFile(place, buffer_size=BUFFER, pre_buffer=False)
+        place: Any = opened.enter_context(path.open("rb"))
+        pages = None if isinstance(path, RemoteFile) else place  # there each header is a request
+        name = place if pages is None else f"/proc/self/fd/{pages.fileno()}"
+        whole = pyarrow.parquet.ParquetFile(name, buffer_size=BUFFER, pre_buffer=False)
         file = opened.enter_context(whole)
-        groups = list(range(file.num_row_groups))
-        while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
-            start -= rows
-            del groups[0]
-        yield from _rows(file.iter_batches(batch_size=FEW, row_groups=groups), start)
+        groups = row_groups(place)
+        columns = range(file.metadata.num_columns)
+        repeated = [file.schema.column(one).max_repetition_level > 0 for one in columns]
+        for number, group in enumerate(groups):
+            if start >= group[ROWS]:
+                start -= group[ROWS]
+                continue
+            page = refuse_large_group(group, repeated, pages)
+            rows = 1 if page > 2 * MAX_ROW_BYTES else FEW
+            yield from _rows(file.iter_batches(batch_size=rows, row_groups=[number]), start)
+            start = 0
 
 
 def parquet_length(path: ForeignPath) -> int:
@@ -54,7 +69,7 @@ def parquet_length(path: ForeignPath) -> int:
         return int(pyarrow.parquet.read_metadata(file).num_rows)
 
 
-def datasets_rows(folder: ForeignPath, start: int = 0) -> Iterator[dict[str, Any]]:
+def datasets_rows(folder: ForeignPath, start: int = 0) -> Iterator[Fields]:
     """Rows of a directory that ``Dataset.save_to_disk`` wrote, from position ``start`` on.
 
     ValueError for any other directory.
@@ -64,27 +79,27 @@ def datasets_rows(folder: ForeignPath, start: int = 0) -> Iterator[dict[str, Any
 
 def _batches(folder: ForeignPath) -> Iterator[pyarrow.RecordBatch]:
     for file in _files(folder):
-        with (
-            file.held() as name,
-            pyarrow.memory_map(name) as source,
-            pyarrow.ipc.open_stream(source) as stream,
-        ):
+        with file.held() as name, pyarrow.memory_map(name) as source:
+            refuse_compressed(pyarrow.ipc.MessageReader.open_stream(source))
+            source.seek(0)
+            stream = pyarrow.ipc.open_stream(source)
             for batch in stream:
                 batch.validate(full=True)
                 for at in range(0, batch.num_rows, AT_A_TIME):
                     yield batch.slice(at, AT_A_TIME)
 
 
-def _rows(batches: Iterable[pyarrow.RecordBatch], start: int) -> Iterator[dict[str, Any]]:
+def _rows(batches: Iterable[pyarrow.RecordBatch], start: int) -> Iterator[Fields]:
     """One after the other, where all at once would be as large as a long value times its rows."""
     for batch in batches:
-        rows = batch.slice(min(start, batch.num_rows))
-        start -= batch.num_rows - rows.num_rows
-        if rows.nbytes <= SMALL:
+        rows = batch.slice(min(start, batch.num_rows)).to_struct_array()
+        start -= batch.num_rows - len(rows)
+        if is_small(rows, SMALL):
             yield from rows.to_pylist()
             continue
-        for at in range(rows.num_rows):
-            yield from rows.slice(at, 1).to_pylist()
+        for at in range(len(rows)):
+            row = rows.slice(at, 1)
+            yield row[0].as_py() if is_small(row, MAX_ROW_BYTES) else None
 
 
 def _files(folder: ForeignPath) -> list[ForeignPath]:

@@ -88,6 +88,8 @@ def file_rows(
     try:
         for number, entry in _entries(path, start):
             try:
+                if entry is None:
+                    raise ValueError(too_large())
                 fields = _parsed(entry) if isinstance(entry, str) else entry
                 yield source.row(fields, f"{index}:{before + number}", data, folder)
             except ValueError as error:
@@ -111,8 +113,8 @@ def rows_and_numbers(path: ForeignPath) -> tuple[int, int]:
     return rows, last + 1
 
 
-def _entries(path: RowFile, start: int) -> Iterator[tuple[int, str | dict[str, Any]]]:
-    """Lines or fields, with their numbers from 0."""
+def _entries(path: RowFile, start: int) -> Iterator[tuple[int, str | dict[str, Any] | None]]:
+    """Lines or fields, with their numbers from 0; None for fields that are too large."""
     if path.suffix == ".jsonl":
         yield from islice(_lines(path), start, None)
     elif path.suffix == ".parquet":
@@ -123,7 +125,7 @@ def _entries(path: RowFile, start: int) -> Iterator[tuple[int, str | dict[str, A
         raise SourceError(str(path), "is neither *.jsonl, *.parquet nor a datasets directory")
 
 
-def _arrow(path: RowFile, start: int, fault: str) -> Iterator[dict[str, Any]]:
+def _arrow(path: RowFile, start: int, fault: str) -> Iterator[dict[str, Any] | None]:
     from async_opd.data.arrow_rows import datasets_rows, parquet_rows
 
     try:

@@ -26,6 +26,7 @@ from async_opd.data.fields import RowSource
 from async_opd.data.files import file_rows, rows_and_numbers
 from async_opd.data.hub_files import (
     all_numbered,
+    card_configs,
     files_by_name,
     keep_list,
     listed,
@@ -212,15 +213,12 @@ class HubSource(RowSource):
 
     def _chosen(self, names: Sequence[str], card: ForeignPath | None) -> list[str]:
         """The files of the configuration and split: those that the card names, else by names."""
-        from huggingface_hub import metadata_load
-
         try:
-            configs = ((card and metadata_load(card.as_path())) or {}).get("configs")
-            patterns = (
-                patterns_of(configs, self.config, self.split) if isinstance(configs, list) else None
-            )
-        except Exception as error:
-            raise SourceError(self.label, f"its {CARD} cannot be read: {error}") from error
+            configs = [] if card is None else card_configs(card)
+            patterns = patterns_of(configs, self.config, self.split)
+        except (OSError, ValueError) as error:
+            message = f"its {CARD} cannot be read ({error}): name its own files by `files:`"
+            raise SourceError(self.label, message) from error
         rows = sorted(name for name in names if name.endswith(SUFFIXES))
         if patterns is not None:
             return [name for name in rows if any(fnmatchcase(name, one) for one in patterns)]

@@ -14,18 +14,39 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.paths import SPLITS
-from async_opd.files.foreign import foreign
+from async_opd.files.foreign import ForeignPath, foreign
 from async_opd.files.safe_open import write_atomically
 
 PART = re.compile(r"-\d{5}-of-(\d{5})")
 """In names of files: how many of them a split has."""
+FRONT = re.compile(r"\s*---[ \t]*\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
+"""The YAML at the begin of a card."""
+MAX_CARD_CHARACTERS = 1 << 20
+MAX_PATTERNS = 1000
+
+
+def card_configs(card: ForeignPath) -> list[Any]:
+    """``configs`` of a data set's card, if it has any. OSError, ValueError."""
+    from async_opd.config.yaml_text import YamlError, load_yaml  # not before a card is read
+
+    front = FRONT.match(card.read().decode("utf-8-sig").replace("\r\n", "\n"))
+    if front is None:
+        return []
+    if len(front[1]) > MAX_CARD_CHARACTERS:
+        raise ValueError(f"its YAML has more than {MAX_CARD_CHARACTERS:,} characters")
+    try:
+        tree = load_yaml(front[1])
+    except YamlError as error:
+        raise ValueError(str(error)) from error
+    found = tree.get("configs") if isinstance(tree, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def patterns_of(configs: list[Any], config: str | None, split: str) -> list[str] | None:
-    """The patterns of files that a card has for a split; None where it has none."""
+    """The patterns of files that a card has for a split; None where it has none. ValueError."""
     for one in configs:
         if not isinstance(one, dict):
-            raise ValueError(f"configs has {one!r}, which is no section")
+            raise ValueError(f"configs has {type(one).__name__} in the place of a section")
         wanted = config or ("default" if len(configs) > 1 else one.get("config_name"))
         default = config is None and one.get("default") is True
         files = one.get("data_files")
@@ -36,8 +57,15 @@ def patterns_of(configs: list[Any], config: str | None, split: str) -> list[str]
             of, path = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (
                 "train", entry,
             )  # fmt: skip
-            if of == split:
-                found += path if isinstance(path, list) else [str(path)]
+            if of != split:
+                continue
+            for pattern in path if isinstance(path, list) else [path]:
+                if not isinstance(pattern, str):
+                    fault = "data_files has a path that is neither a text nor a list of texts"
+                    raise ValueError(fault)
+                found.append(pattern)
+        if len(found) > MAX_PATTERNS:
+            raise ValueError(f"data_files has more than {MAX_PATTERNS} paths for a split")
         return found
     return None
 

@@ -21,10 +21,15 @@ from typing import IO, Any
 
 from async_opd.files.safe_open import LINK, NO_FILE
 
-DOCUMENT_BYTES = 64 << 20
-"""Most of a file that is read as a whole."""
+DOCUMENT_BYTES = 16 << 20
+"""Most of a file that is read as a whole: as JSON it may take 20 times as much memory."""
 RECORD_BYTES = 2 << 30
-"""Most of one that grows with each step of a run."""
+"""Most of one that grows with each step of a run, and is read line by line."""
+HELD_BYTES = 1 << 30
+"""Most of one whose lines are all held in memory."""
+LINE_BYTES = 16 << 20
+LINE_COST = 256
+"""Bytes that a line counts more than it has: as much memory, at least, holds what it says."""
 MAX_PARTS = 64
 OUTSIDE = "leads out of its directory, which is not followed: put the file itself there"
 _HOW = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -133,6 +138,20 @@ class ForeignPath:
         if len(content) > most:
             raise OSError(errno.EFBIG, f"has more than {most} bytes", str(self))
         return content
+
+    def lines(self, most: int = RECORD_BYTES) -> Iterator[str]:
+        """The lines of a regular file; what is not UTF-8 is replaced in them.
+
+        OSError if one has more than ``LINE_BYTES``, or all together count more than ``most``.
+        """
+        left = most
+        with self.open("rb") as file:
+            while line := file.readline(LINE_BYTES + 1):
+                left -= len(line) + LINE_COST
+                if len(line) > LINE_BYTES or left < 0:
+                    what = f"a line of more than {LINE_BYTES}" if left >= 0 else f"more than {most}"
+                    raise OSError(errno.EFBIG, f"has {what} bytes", str(self))
+                yield line.decode(errors="replace")
 
     @contextmanager
     def held(self) -> Iterator[str]:

@@ -27,19 +27,23 @@ class MetricsRow:
     values: Mapping[str, float]
 
 
-def text_lines(path: Place) -> list[str]:
-    """The lines of a file that grows with a run. OSError."""
-    return foreign(path).read(RECORD_BYTES).decode(errors="replace").splitlines()
+def json_objects(
+    path: Place, most: int = RECORD_BYTES
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line that is not empty, and its object; None if it is none. OSError.
+
+    ``most``: see ``ForeignPath.lines``.
+    """
+    return ((line, json_object(line)) for line in _lines(path, most))
 
 
-def json_objects(path: Place) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Each line that is not empty, and its object; None if it is none. OSError."""
-    return ((line, json_object(line)) for line in text_lines(path) if line.strip())
-
-
-def metrics_rows(path: Place) -> Iterator[tuple[str, MetricsRow | None]]:
+def metrics_rows(path: Place, most: int = RECORD_BYTES) -> Iterator[tuple[str, MetricsRow | None]]:
     """Each line of a file of metrics, and its row; None if it is no such row. OSError."""
-    return ((line, metrics_row(line)) for line in text_lines(path) if line.strip())
+    return ((line, metrics_row(line)) for line in _lines(path, most))
+
+
+def _lines(path: Place, most: int) -> Iterator[str]:
+    return (line.rstrip("\r\n") for line in foreign(path).lines(most) if line.strip())
 
 
 def json_object(line: str) -> dict[str, Any] | None:

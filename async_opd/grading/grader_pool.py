@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -38,8 +39,16 @@ from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.waiting.deadline import Bound
 
 PROGRAM = "async_opd.grading.grader_process"
-RAYS_TOKEN = "RAY_AUTH_TOKEN_PATH"
-"""The variable with the path of Ray's token in a local run; its name does not say secret."""
+INHERITED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|PWD|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|TEMP|TMP|XDG_\w+"
+    r"|PYTHON\w+|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_\w+|ASYNC_OPD_\w+"
+    r"|(OMP|MKL|OPENBLAS|NUMEXPR|KMP|TORCH|TORCHINDUCTOR|TRITON)_\w+|TOKENIZERS_PARALLELISM"
+    r"|(CUDA|NVIDIA|HIP|ROCR)_(VISIBLE_DEVICES|PATH)|[A-Z]+_HOME|NLTK_DATA|MPLBACKEND"
+    r"|(HF|TRANSFORMERS)_(HOME|OFFLINE|CACHE|HUB_CACHE|HUB_OFFLINE|DATASETS_\w+)"
+    r"|((?i:https?|no|all)_(?i:proxy))|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE"
+)
+"""Names of the environment variables that a grader's process inherits, unless they hold a secret:
+a program needs them to be found, to find its files and to keep to its share of the machine."""
 LOADED = "loaded"
 LINE_BYTES = 1 << 20
 
@@ -64,8 +73,13 @@ class GraderSpec:
 
     def environ(self) -> dict[str, str]:
         """The environment of a grader's process, without secrets: its code is not trusted."""
-        hidden = (*self.hidden_env, RAYS_TOKEN)
-        kept = without_secret_variables(os.environ, hidden, self.limits.pass_env)
+        given = self.limits.pass_env
+        known = {
+            name: value
+            for name, value in os.environ.items()
+            if name in given or INHERITED.fullmatch(name)
+        }
+        kept = without_secret_variables(known, self.hidden_env, given)
         return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from async_opd.config.keys import default_of, keys_below
+from async_opd.importing.budget import Budget
 from async_opd.importing.entries import (
     ABSENT,
     UNSTATED,
@@ -189,13 +190,17 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key; tables inside of a list have their index as a part of it."""
+def flat(tree: Any, budget: Budget, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key; tables inside of a list have their index as a part of it.
+
+    SyntaxError if they are more than the budget.
+    """
     if isinstance(tree, list) and any(isinstance(one, dict) for one in tree):
         tree = {str(index): one for index, one in enumerate(tree)}
     if not isinstance(tree, dict) or (prefix and not tree):
+        budget.take(len(prefix) + len(str(tree)), prefix)
         return {prefix: tree}
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        found.update(flat(value, f"{prefix}.{name}" if prefix else str(name)))
+        found.update(flat(value, budget, f"{prefix}.{name}" if prefix else str(name)))
     return found

@@ -12,6 +12,7 @@ from async_opd.config.yaml_text import YamlError
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.foreign import foreign
 from async_opd.importing import asyncopd, nemo_rl, prime_rl, trl, verl
+from async_opd.importing.budget import FILE_BYTES, Budget
 from async_opd.importing.draft import Draft, flat
 from async_opd.importing.entries import Table
 from async_opd.importing.hydra import flags, overrides
@@ -101,19 +102,20 @@ def _refused(path: Path, message: str, remedy: str) -> ConfigError:
 
 
 def _parse(path: Path) -> Parsed:
+    budget = Budget()
     if path.suffix in (".yaml", ".yml"):
-        keys, parents, missing = read_yaml(path)
+        keys, parents, missing = read_yaml(path, budget)
         return Parsed(
             keys,
             [f"its parent {one} is not there: its values are not here" for one in missing],
             parents,
         )
-    text = foreign(path).read().decode()
+    text = foreign(path).read(FILE_BYTES).decode()
     if path.suffix == ".toml":
-        return Parsed(flat(tomllib.loads(text)))
+        return Parsed(flat(tomllib.loads(text), budget))
     if path.suffix == ".py":
-        return Parsed(read_python(text))
-    return _parse_shell(text)
+        return Parsed(read_python(text, budget))
+    return _parse_shell(text, budget)
 
 
 def config_class(words: list[str]) -> dict[str, str]:
@@ -124,15 +126,15 @@ def config_class(words: list[str]) -> dict[str, str]:
     return {} if named is None else {"config_class": named}
 
 
-def _parse_shell(text: str) -> Parsed:
+def _parse_shell(text: str, budget: Budget) -> Parsed:
     """The overrides of the script's commands, or the flags of the one that trains a student."""
-    script = read_shell(text)
+    script = read_shell(text, budget)
     keys: dict[str, Any] = {}
     for words in script.commands:
-        keys.update(overrides(words))
+        keys.update(overrides(words, budget))
     if not any(key.startswith("actor_rollout_ref.") for key in keys):
         for words in script.commands:
-            given = flags(words)
+            given = flags(words, budget)
             if "teacher_model_name_or_path" in given:
                 keys = {**config_class(words), **given}
     skipped = [f"not read: {line}" for line in script.skipped]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from async_opd.config.yaml_text import YamlError, load_yaml
+from async_opd.importing.budget import Budget
 from async_opd.importing.draft import flat
 
 OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
@@ -19,10 +20,10 @@ SHELL = re.compile(r"^(?:\d*[<>].*|&&?|\|\|?|;)$")
 FLAG = re.compile(r"^--([A-Za-z][\w-]*)(?:=(.*))?$", re.DOTALL)
 
 
-def overrides(words: Iterable[str]) -> dict[str, Any]:
+def overrides(words: Iterable[str], budget: Budget) -> dict[str, Any]:
     """The dotted keys with their values; a later one replaces an earlier one.
 
-    A key that is taken away has a ``~`` before it.
+    A key that is taken away has a ``~`` before it. SyntaxError if they are more than the budget.
     """
     found: dict[str, Any] = {}
     for word in words:
@@ -30,14 +31,15 @@ def overrides(words: Iterable[str]) -> dict[str, Any]:
             found[f"~{removed[1]}"] = None
         if one := OVERRIDE.match(word):
             text = KEY.sub(r"\1: ", one[2]) if one[2].startswith("{") else one[2]
-            found |= flat(value_of(text), one[1])
+            found |= flat(value_of(text), budget, one[1])
     return found
 
 
-def flags(words: list[str]) -> dict[str, Any]:
+def flags(words: list[str], budget: Budget) -> dict[str, Any]:
     """``--name value …``, ``--name=value`` and ``--name`` alone, which is true.
 
-    Several values are a list. What the shell reads (``2>&1``, ``|``) ends the flags.
+    Several values are a list. What the shell reads (``2>&1``, ``|``) ends the flags. SyntaxError
+    if they are more than the budget.
     """
     found: dict[str, Any] = {}
     name, ended = "", next((at for at, one in enumerate(words) if SHELL.match(one)), len(words))
@@ -48,6 +50,8 @@ def flags(words: list[str]) -> dict[str, Any]:
         elif name:
             value, before = value_of(word), found[name]
             found[name] = value if before is True else [*_listed(before), value]
+    for name, value in found.items():
+        budget.take(len(name) + len(str(value)), name)
     return found
 
 

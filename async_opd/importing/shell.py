@@ -13,13 +13,15 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from async_opd.importing.budget import Budget
+
 ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})")
 ARRAY = re.compile(r"^\$\{(\w+)\[@\]\}$")
+MAX_SUM = 10_000
+"""Characters of a ``$((…))`` that are read."""
 OPENS = ("if", "for", "while", "until", "case")
 CLOSES = ("fi", "done", "esac")
-MAX_CHARACTERS = 1 << 16
-"""Bound of a value, and of an array, with variables in place."""
 OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -38,13 +40,13 @@ class Script:
     skipped: list[str] = field(default_factory=list)
 
 
-def read_shell(text: str) -> Script:
+def read_shell(text: str, budget: Budget) -> Script:
     """The commands of a script, with variables and arrays expanded as far as the script sets them.
 
-    ``$NAME`` of the environment stays ``${NAME}``. SyntaxError for a value, or an array, of more
-    than MAX_CHARACTERS: a few lines can double it beyond all memory.
+    ``$NAME`` of the environment stays ``${NAME}``. SyntaxError if the words are more than the
+    budget.
     """
-    script, names, arrays = Script(), dict[str, str](), dict[str, list[str]]()
+    script, variables = Script(), _Variables(budget)
     depth = 0
     for line in _logical_lines(text):
         first = line.split(None, 1)[0].rstrip(";")
@@ -54,7 +56,7 @@ def read_shell(text: str) -> Script:
         if opens or depth:
             depth += _change(line, opens)
             continue
-        _read_line(line, script, names, arrays)
+        _read_line(line, script, variables)
     return script
 
 
@@ -64,56 +66,57 @@ def _change(line: str, opens: bool) -> int:
     return int(opens) - closed
 
 
-def _read_line(
-    line: str, script: Script, names: dict[str, str], arrays: dict[str, list[str]]
-) -> None:
+@dataclass
+class _Variables:
+    """The variables that the script has set so far."""
+
+    budget: Budget
+    names: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+
+    def words(self, text: str) -> list[str]:
+        """The words of a line; none if a quote is not closed."""
+        try:
+            raw = shlex.split(_with_sums(text, self))
+        except ValueError:
+            return []
+        words: list[str] = []
+        for word in raw:
+            array = ARRAY.match(word)
+            found = self.arrays.get(array[1], []) if array else [self.expanded(word)]
+            self.budget.take(sum(len(one) + 1 for one in found), word)
+            words += found
+        return words
+
+    def expanded(self, text: str) -> str:
+        """The text with variables in place; an unset one without a default stays ``${NAME}``."""
+
+        def value(found: re.Match[str]) -> str:
+            name, otherwise = found[1] or found[2], found[3]
+            if name in self.names:
+                self.budget.take(len(self.names[name]), text)
+                return self.names[name]
+            if otherwise is not None:
+                return self.expanded(otherwise)
+            return f"${{{name}}}" if not name.isdigit() else ""
+
+        return VARIABLE.sub(value, text)
+
+
+def _read_line(line: str, script: Script, variables: _Variables) -> None:
     found = ASSIGNMENT.match(line)
     if found and found[3].startswith("("):
-        words = _words(found[3].strip()[1:-1], names, arrays)
-        arrays[found[1]] = [*(arrays.get(found[1], []) if found[2] else []), *words]
-        _bound(sum(map(len, arrays[found[1]])), found[1])
+        before = variables.arrays.get(found[1], []) if found[2] else []
+        variables.arrays[found[1]] = [*before, *variables.words(found[3].strip()[1:-1])]
         return
-    words = _words(line, names, arrays)
+    words = variables.words(line)
     if found and len(words) == 1 + line.startswith(("export ", "local ", "readonly ")):
-        names[found[1]] = words[-1].partition("=")[2]
+        variables.names[found[1]] = words[-1].partition("=")[2]
     elif words:
         script.commands.append(words)
 
 
-def _bound(characters: int, what: str) -> None:
-    if characters > MAX_CHARACTERS:
-        raise SyntaxError(f"{what[:80]} has more than {MAX_CHARACTERS:,} characters")
-
-
-def _words(text: str, names: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
-    try:
-        raw = shlex.split(_with_sums(text, names))
-    except ValueError:  # an unclosed quote
-        return []
-    words: list[str] = []
-    for word in raw:
-        array = ARRAY.match(word)
-        words += arrays.get(array[1], []) if array else [_expanded(word, names)]
-    return words
-
-
-def _expanded(text: str, names: dict[str, str]) -> str:
-    """The text with the script's variables; an unset one without a default stays ``${NAME}``."""
-
-    def value(found: re.Match[str]) -> str:
-        name, otherwise = found[1] or found[2], found[3]
-        if name in names:
-            return names[name]
-        if otherwise is not None:
-            return _expanded(otherwise, names)
-        return f"${{{name}}}" if not name.isdigit() else ""
-
-    expanded = VARIABLE.sub(value, text)
-    _bound(len(expanded), text)
-    return expanded
-
-
-def _with_sums(text: str, names: dict[str, str]) -> str:
+def _with_sums(text: str, variables: _Variables) -> str:
     """The text with each ``$((…))`` replaced by its value, if all of its names are numbers."""
     while (start := text.find("$((")) >= 0:
         depth, end = 0, start + 1
@@ -123,8 +126,9 @@ def _with_sums(text: str, names: dict[str, str]) -> str:
             if depth == 0:
                 break
         inner = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", text[start + 3 : end - 2])
+        inner = variables.expanded(inner).strip()[:MAX_SUM]
         try:
-            result = str(_sum(ast.parse(_expanded(inner, names).strip(), mode="eval").body))
+            result = str(_sum(ast.parse(inner, mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
             result = "''"
         text = text[:start] + result + text[end:]

@@ -18,12 +18,22 @@ from itertools import groupby
 from pathlib import Path
 
 from async_opd.core.uid import Uid
-from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
+from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.safe_open import make_folder, write_atomically
-from async_opd.microscope.record import RecordError, SampleRecord, from_bytes, joined, to_bytes
+from async_opd.microscope.record import (
+    FILE_BYTES,
+    RecordError,
+    SampleRecord,
+    excess,
+    from_bytes,
+    joined,
+    to_bytes,
+)
 
 MICROSCOPE = "microscope"
 """The folder's name."""
+STEP_BYTES = 4 * FILE_BYTES
+"""Most of the arrays of all ranks in a step."""
 _FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.npz")
 
 
@@ -50,14 +60,12 @@ def records(run_dir: Place, steps: Sequence[int] | None = None) -> Iterator[Samp
 
 def unreadable(run_dir: Place) -> Iterator[str]:
     """Each file that cannot be read, and why; each step with samples that are not complete."""
-    for path in files(foreign(run_dir) / MICROSCOPE).values():
-        try:
-            from_bytes(path.read(RECORD_BYTES))
-        except (RecordError, OSError) as error:
-            yield f"{path.name}: {error}"
+    for _, path, found in _read(run_dir):
+        if isinstance(found, str):
+            yield f"{path.name}: {found}"
     partial = [one for one in _joined(run_dir) if len(one) != one.response_tokens]
-    for step, found in groupby(partial, lambda one: one.step):
-        first, *others = found
+    for step, of_step in groupby(partial, lambda one: one.step):
+        first, *others = of_step
         yield (
             f"step {step}: {1 + len(others)} samples are left out: of {first.uid} are "
             f"{len(first)} of {first.response_tokens} tokens there, the others were on another rank"
@@ -66,19 +74,30 @@ def unreadable(run_dir: Place) -> Iterator[str]:
 
 def _joined(run_dir: Place, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
     """The samples of readable files, each with the shares of all ranks that are there."""
-    by_step: defaultdict[int, list[ForeignPath]] = defaultdict(list)
-    for (step, _), path in files(foreign(run_dir) / MICROSCOPE).items():
-        if steps is None or step in steps:
-            by_step[step].append(path)
-    for paths in by_step.values():
+    for _, of_step in groupby(_read(run_dir, steps), lambda one: one[0]):
         shares: defaultdict[str, list[SampleRecord]] = defaultdict(list)
-        for path in paths:
-            try:
-                for one in from_bytes(path.read(RECORD_BYTES)):
-                    shares[one.uid].append(one)
-            except (RecordError, OSError):
-                continue
+        for _, _, found in of_step:
+            for one in found if isinstance(found, list) else ():
+                shares[one.uid].append(one)
         yield from map(joined, shares.values())
+
+
+def _read(
+    run_dir: Place, steps: Sequence[int] | None = None
+) -> Iterator[tuple[int, ForeignPath, list[SampleRecord] | str]]:
+    """Step, file and samples of each file, or why it cannot be read; a step's are held together."""
+    last, left = -1, 0
+    for (step, _), path in files(foreign(run_dir) / MICROSCOPE).items():
+        if steps is not None and step not in steps:
+            continue
+        last, left = step, left if step == last else STEP_BYTES
+        try:
+            found = from_bytes(path.read(FILE_BYTES), min(left, FILE_BYTES))
+        except (RecordError, OSError) as error:
+            yield step, path, str(error)
+            continue
+        left -= sum(column.nbytes for one in found for column in one.columns.values())
+        yield step, path, found
 
 
 def forget_after(run_dir: Place, step: int) -> None:
@@ -110,7 +129,7 @@ class RecordWriter:
         """
         given = _begun(samples)
         content = to_bytes(samples) if samples else b""
-        while len(content) > self.max_bytes / 4:
+        while content and (len(content) > self.max_bytes / 4 or excess(content)):
             samples = samples[: len(samples) // 2]
             content = to_bytes(samples) if samples else b""
         make_folder(self.folder)
@@ -148,7 +167,7 @@ def _begun(samples: Sequence[SampleRecord]) -> int:
 
 def _samples(path: ForeignPath) -> int:
     try:
-        return _begun(from_bytes(path.read(RECORD_BYTES)))
+        return _begun(from_bytes(path.read(FILE_BYTES)))
     except RecordError:
         return 0
 

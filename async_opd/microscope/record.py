@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,10 @@ CLAMPS = {
 importance weight was truncated at its cap; the reward's ratio was clipped (no gradient), by its
 dual clip; log p was raised to ``loss.teacher_floor``; the token has no weight in the distillation
 loss (a truncated response under ``loss.mask_truncated``)."""
+
+
+FILE_BYTES = 256 << 20
+"""Most of a file's arrays, which are compressed in it; a quarter of it is the most of ``head``."""
 
 
 class RecordError(AsyncOPDError):
@@ -143,12 +148,29 @@ def to_bytes(samples: Sequence[SampleRecord]) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(content: bytes) -> list[SampleRecord]:
-    """The samples of a file. RecordError."""
+def excess(content: bytes, most: int = FILE_BYTES) -> str | None:
+    """Which arrays of a file have too many bytes, by the sizes that it says; None if none has."""
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        sizes = [(one.filename, one.file_size) for one in file.infolist()]
+    declared, head = sum(size for _, size in sizes), max(s for n, s in sizes if n == "head.npy")
+    if declared > most or head > FILE_BYTES // 4:
+        return f"its arrays have {declared} bytes, its head {head}: more than {most >> 20} MiB"
+    return None
+
+
+def from_bytes(content: bytes, most: int = FILE_BYTES) -> list[SampleRecord]:
+    """The samples of a file. RecordError, also if its arrays have more bytes than ``most``."""
     try:
+        # the archive's sizes are true: reading an array ends at them
+        if found := excess(content, most):
+            raise ValueError(found)
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             head = json.loads(bytes(file["head"]))
-            columns = {name: file[name] for name in file.files if name != "head"}
+            columns = {name: file[name] for name in file.files if name in COLUMNS}
+        tokens = sum(int(one["tokens"]) for one in head["samples"])
+        for name, column in columns.items():
+            if column.dtype.kind not in "iuf" or len(column) != tokens:
+                raise ValueError(f"{name} has not a number for each of {tokens} tokens")
         texts = {int(token): str(text) for token, text in head["texts"].items()}
         samples, start = [], 0
         for one in head["samples"]:

@@ -26,7 +26,7 @@ from async_opd.accounting.roll_backs import RollBack, read_roll_backs
 from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
-from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
+from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.json_lines import MetricsRow, json_object, json_objects, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
@@ -127,7 +127,7 @@ def read_recorded_run(place: Place, overrides: Sequence[str] = ()) -> RecordedRu
     refuse_other_formats(folder)
     config, left_out = load_recorded_config(folder / "config.yaml", overrides)
     metrics = folder / METRICS
-    rows = (row for _, row in metrics_rows(metrics)) if metrics.exists() else ()
+    rows = (row for _, row in metrics_rows(metrics, HELD_BYTES)) if metrics.exists() else ()
     return RecordedRun(
         folder=folder,
         config=config,
@@ -147,10 +147,9 @@ def left_out(problem: Problem) -> str:
     )
 
 
-def _lines(path: ForeignPath) -> list[str]:
-    if not path.exists():
-        return []
-    return path.read(RECORD_BYTES).decode(errors="replace").split("\n")
+def _lines(path: ForeignPath) -> Iterator[str]:
+    if path.exists():
+        yield from (line.removesuffix("\n") for line in path.lines(HELD_BYTES))
 
 
 def messages(lines: Iterable[str]) -> Iterator[Message]:
@@ -209,7 +208,7 @@ def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _dead_letters(path: ForeignPath) -> Iterator[RecordedDeadLetter]:
-    for _, entry in json_objects(path) if path.exists() else ():
+    for _, entry in json_objects(path, HELD_BYTES) if path.exists() else ():
         try:
             yield RecordedDeadLetter(**entry)  # type: ignore[arg-type]
         except TypeError:  # no object, or one with other fields

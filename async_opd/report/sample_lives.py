@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from async_opd.core.reports import LEASE
-from async_opd.files.foreign import Place, foreign
+from async_opd.files.foreign import HELD_BYTES, Place, foreign
 from async_opd.observability.trace_events import ADMISSION, ADMIT, GRADE, SLICELESS
 
 WORK, WAIT = "work", "waiting"
@@ -75,22 +75,21 @@ def read_lives(path: Place) -> Iterator[Life]:
         return
     threads: dict[tuple[Any, Any], str] = {}
     pauses: defaultdict[str, list[Span]] = defaultdict(list)
-    with foreign(path).open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if not any(word in line for word in _WORDS):
-                continue
-            try:
-                event = json.loads(line.rstrip(",\n"))
-                args, place = event.get("args", {}), (event["pid"], event["tid"])
-                if event["name"] == "thread_name":
-                    threads[place] = str(args["name"])
-                elif event["ph"] == "X" and event["cat"] == "rollout":
-                    start, length = _SLICE.validate_python((event["ts"], event["dur"]))
-                    pauses[threads[place]].append((start, start + length))
-                elif event["ph"] == "f":
-                    yield _life(str(args["uid"]), args["life"], pauses)
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                continue
+    for line in foreign(path).lines(HELD_BYTES):
+        if not any(word in line for word in _WORDS):
+            continue
+        try:
+            event = json.loads(line.rstrip(",\n"))
+            args, place = event.get("args", {}), (event["pid"], event["tid"])
+            if event["name"] == "thread_name":
+                threads[place] = str(args["name"])
+            elif event["ph"] == "X" and event["cat"] == "rollout":
+                start, length = _SLICE.validate_python((event["ts"], event["dur"]))
+                pauses[threads[place]].append((start, start + length))
+            elif event["ph"] == "f":
+                yield _life(str(args["uid"]), args["life"], pauses)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            continue
 
 
 _WORDS = ('"life"', '"sync"', '"thread_name"')

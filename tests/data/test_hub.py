@@ -239,7 +239,7 @@ def test_check_refuses_a_card_in_the_cache_whose_configs_are_no_sections(hub: Hu
     card.write_text("---\nconfigs: [x]\n---\n")
     made = config("data.train=[hf:org/set:main]", "eval.grader=nonsense")
     unclear, other = preflight(made, "c.yaml", 0).problems
-    assert "README.md cannot be read: configs has 'x'" in unclear.message
+    assert "README.md cannot be read (configs has str in the place of a section)" in unclear.message
     assert (unclear.key, other.key) == ("data.train[0]", "eval.grader")
 
 

@@ -17,7 +17,6 @@ PLAIN = {
     "async_opd/checkpoint/store.py: in_its_run": "the directory that was given",
     "async_opd/checkpoint/store.py: load": "a checkpoint, after every byte of it was compared",
     "async_opd/data/files.py: file_rows": "the folder of images, which are opened below it",
-    "async_opd/data/hub.py: _chosen": "a card, which a library reads",
     "async_opd/data/hub.py: _downloaded": "the hub's cache, to which a list is added",
     "async_opd/evaluate.py: _model_in": "a model's directory, which the checks of a run look at",
     "async_opd/given_run.py: given_run": "the directory that was given",

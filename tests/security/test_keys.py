@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from async_opd.cli import main
+from async_opd.config.keys import all_keys
 from async_opd.config.load import load_config
 from async_opd.config.secrets import (
     HIDDEN,
@@ -43,6 +44,24 @@ SHAPES = {
     "private key": "-----BEGIN RSA PRIVATE KEY-----",
     "user of a URL": "https://hunter22@host/v1",
     "query of a URL": "https://host/v1?model=a&apiKey=hunter22",
+    "Azure SAS": "https://acct.blob.core.windows.net/c/train.jsonl?sv=2024-11-04&sig=a1B2%2Fc3D4",
+    "presigned S3": "https://b.s3.amazonaws.com/t.jsonl?X-Amz-Expires=9&X-Amz-Signature=0a1b2c",
+    "presigned GCS": "https://storage.googleapis.com/b/t.jsonl?X-Goog-Signature=0a1b2c3d",
+    "older presigned S3": "https://b.s3.amazonaws.com/t.jsonl?Expires=9&Signature=a1B2%2Fc3D4",
+    "credential of a URL": "https://h/t.jsonl?X-Amz-Credential=a1B2%2F20260101",
+    "Azure account": "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=a1B2c3D4a1B2==",
+    "Azure SAS of an account": "BlobEndpoint=https://a;SharedAccessSignature=sv=1&x=a1B2c3D4",
+    "Azure service bus": "Endpoint=sb://a/;SharedAccessKeyName=n;SharedAccessKey=a1B2c3D4a1B2=",
+    "database": "Server=h;Database=d;User Id=me;Password=hunter22",
+    "Slack webhook": "https://hooks.slack.com/services/T00000000/B00000000/a1B2c3D4a1B2c3D4",
+    "Discord webhook": "https://discord.com/api/webhooks/1234567/a1B2_c3D4-a1B2_c3D4",
+    "Databricks": "dapi" + "0a1b2c3d" * 4,
+    "SendGrid": "SG." + "a1B2" * 5 + "." + "c3D4" * 10,
+    "Docker": "dckr_pat_" + "a1B2" * 7,
+    "Together": "tgp_v1_" + "a1B2" * 10,
+    "LangSmith": "lsv2_pt_" + "a1b2" * 8 + "_0a1b2c3d4e",
+    "Telegram": "https://api.telegram.org/bot123456789:AA" + "a1B2_" * 7 + "/sendMessage",
+    "PGP": "-----BEGIN PGP PRIVATE KEY BLOCK-----",
 }
 
 
@@ -61,6 +80,9 @@ def test_a_key_of_each_kind_is_known_by_its_shape(value: str) -> None:
         "https://host/v1?model=a&max_tokens=8",
         "mailto:a@b.c",
         "a sentence about a key, a token and a secret",
+        "https://host/v1?design=a&signatures=2&sigma=3",
+        "password=hunter22",
+        "https://hooks.slack.com/docs",
     ],
 )
 def test_what_only_resembles_a_key_is_none(value: str) -> None:
@@ -70,7 +92,9 @@ def test_what_only_resembles_a_key_is_none(value: str) -> None:
 
 SECRET_NAMES = (
     "apiKey accessToken clientSecret apikey authToken AWS_SECRET_ACCESS_KEY dbPassword api_keys "
-    "sessionToken x-api-key passphrase"
+    "sessionToken x-api-key passphrase PGPASSWORD MYSQL_PWD GITHUB_PAT SSHPASS DB_PASS SENTRY_DSN "
+    "AZURE_STORAGE_CONNECTION_STRING SLACK_WEBHOOK_URL DISCORD_WEBHOOK REDISCLI_AUTH HFTOKEN "
+    "PASSWORD_OF_DB X-Amz-Credential AZURE_STORAGE_SAS"
 )
 
 
@@ -79,7 +103,13 @@ def test_names_that_say_secret_in_every_spelling(name: str) -> None:
     assert names_secret(name)
 
 
-@pytest.mark.parametrize("name", ["eosToken", "maxTokens", "monkey", "PWD", "OLDPWD", "keyboard"])
+NO_SECRET_NAMES = (
+    "eosToken maxTokens monkey PWD OLDPWD keyboard bypass compass GIT_ASKPASS author SSH_AUTH_SOCK "
+    "pattern signature_columns LANG"
+)
+
+
+@pytest.mark.parametrize("name", NO_SECRET_NAMES.split())
 def test_names_that_do_not(name: str) -> None:
     assert not names_secret(name)
 
@@ -200,6 +230,20 @@ async def test_a_process_without_the_key_says_so(
         await replica(config_of(tmp_path, api_key_env="SORTER_KEY")).ready()
 
 
+def test_no_key_of_a_config_has_the_name_of_a_secret() -> None:
+    switch = "teachers.<name>.allow_http_key"  # only texts and numbers are secrets
+    assert [key for key in all_keys() if names_secret(key)] == [switch]
+
+
+def test_a_presigned_url_is_refused_in_a_config_and_not_shown(tmp_path: Path) -> None:
+    config = good(tmp_path)
+    config["data"]["train"] = [SHAPES["Azure SAS"]]
+    said = command("check", str(written(tmp_path, config)))
+    assert said.code == 2
+    assert "holds a secret" in said.err
+    assert "a1B2" not in said.err + said.out
+
+
 def test_what_holds_a_secret_by_name_or_shape_is_left_out_of_an_environment() -> None:
     environ = {"PATH": "/bin", "HF_TOKEN": "x", "PROXY": "http://me:pass@host", "MINE": "y"}
     assert without_secret_variables(environ) == {"PATH": "/bin", "MINE": "y"}
@@ -218,13 +262,13 @@ def grade(response, row):
 """
 
 
-@pytest.mark.parametrize(("given", "seen"), [((), 0.0), (("JUDGE_KEY",), 1.0)])
-async def test_a_grader_inherits_the_secrets_that_it_is_given(
+@pytest.mark.parametrize(("given", "seen"), [((), 0.0), (("JUDGE_KEY",), 1.0), (("MY_OWN",), 1.0)])
+async def test_a_grader_inherits_the_variables_that_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], seen: float
 ) -> None:
     (tmp_path / "judge_of_this_test.py").write_text(GRADER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("JUDGE_KEY", "MY_ACCESS", "HF_TOKEN"):
+    for name in ("JUDGE_KEY", "MY_ACCESS", "HF_TOKEN", "MY_OWN"):
         monkeypatch.setenv(name, "correct horse battery")
     limits = GradingConfig(processes=1, pass_env=list(given))
     spec = GraderSpec("judge_of_this_test:grade", limits, 60, ("MY_ACCESS",))
@@ -233,6 +277,24 @@ async def test_a_grader_inherits_the_secrets_that_it_is_given(
         assert await graders.grade("a", Row("0:0", "s", "p", "a", {})) == seen
     finally:
         graders.close()
+
+
+def test_a_grader_inherits_what_programs_need_and_no_other_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needed = {"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "1", "HF_HOME": "/hf"}
+    secret = {"PYTHON_KEY": "x", "https_proxy": "http://me:pass@host"}
+    others = {
+        "MYSQL_HOST": "h",
+        "KUBECONFIG": "k",
+        "RAY_AUTH_TOKEN_PATH": "/t",
+        "PATH_TO_KEYS": "p",
+    }
+    for name, value in (needed | secret | others).items():
+        monkeypatch.setenv(name, value)
+    found = GraderSpec("exact", GradingConfig(), 60).environ()
+    assert needed.items() <= found.items()
+    assert not (secret | others).keys() & found.keys()
 
 
 def test_a_graders_bounds_know_the_variables_that_the_config_names(tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ class GradingConfig(Section):
     files do not count). A larger allocation fails, and the response is a dead letter. Each process
     that a grader starts has the same bound."""
     pass_env: list[Name] = Field(default=[])
-    """Environment variables that graders get although they hold secrets, such as the key of a
-    judge. Graders inherit all variables that look like no secret by name and value."""
+    """Further environment variables that graders get, such as the URL and the key of a judge. By
+    themselves graders inherit only variables of a list, which hold no secret: paths, languages,
+    numbers of threads, devices and caches (``INHERITED`` in ``grading/grader_pool.py``)."""
     allow_eval: bool = False
     """Allows reasoning-gym tasks whose verifiers evaluate responses as Python (puzzle24, countdown,
     n_queens and others, see ``grading/verifiers.py``): a response can then run code as the user.

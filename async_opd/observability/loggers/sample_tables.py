@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.files.foreign import ForeignPath, foreign
-from async_opd.files.json_lines import text_lines
 from async_opd.microscope.folder import MICROSCOPE, files, records
 from async_opd.microscope.record import SampleRecord
 from async_opd.pictures.folder import thumbnail_file
@@ -51,7 +50,7 @@ class SampleTables:
         path = foreign(self.run_dir) / "evals" / f"{name}.jsonl"
         if not path.exists():
             return None
-        return self._table([json.loads(line) for line in text_lines(path)[:SAMPLES]])
+        return self._table([json.loads(line) for line in islice(path.lines(), SAMPLES)])
 
     def generations(self, step: int) -> SampleTable | None:
         """Of the newest recorded step up to this one, at most once in ``EVERY`` steps; else None.

@@ -16,7 +16,7 @@ from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import PlanConfig, TrainPlan
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.files.foreign import ForeignPath, Place, foreign
+from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.observability.pool_report import POOLS_S, between_reports
@@ -255,7 +255,7 @@ PER_TEACHER = ("busy_s", "batches_per_s", "tokens_per_s", "samples_per_s")
 def _rows(file: ForeignPath) -> list[MetricsRow]:
     """The rows of a file of metrics; lines torn by a kill are left out."""
     try:
-        return [row for _, row in metrics_rows(file) if row is not None]
+        return [row for _, row in metrics_rows(file, HELD_BYTES) if row is not None]
     except OSError as error:
         remedy = "give the directory of a run"
         raise ConfigError([Problem(str(file), "", f"cannot be read: {error}", remedy)]) from None

@@ -1,0 +1,260 @@
+"""A stranger's run directory, or a mirror: sizes are bounded before the content is read."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from async_opd.accounting.audit import AuditError, audit
+from async_opd.accounting.journal import LEDGER
+from async_opd.checkpoint.fetched_run import record_and_weights, run_at
+from async_opd.checkpoint.run_copies import LISTING, RunCopies
+from async_opd.checkpoint.store import CUT, load
+from async_opd.core.errors import CheckpointError, ConfigError
+from async_opd.files.durable import written_file
+from async_opd.files.foreign import ForeignPath
+from async_opd.files.json_lines import metrics_rows
+from async_opd.files.origin import ORIGIN, read_origins
+from async_opd.files.run_format import write_run_format
+from async_opd.live_view.live_file import LIVE_FILE, read_live
+from async_opd.microscope.folder import MICROSCOPE, RecordWriter, records, unreadable
+from async_opd.microscope.record import FILE_BYTES, RecordError, from_bytes, to_bytes
+from async_opd.report.recorded_run import read_summary
+from async_opd.report.sample_lives import read_lives
+from tests.checkpoint.test_mirror import LocalRun, sync
+from tests.microscope.samples import record
+
+URL = "memory://bucket/run"
+LONG = " " * (17 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _empty_store() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    yield
+    MemoryFileSystem.store.clear()
+
+
+def archive(declared: int | None = None, **arrays: Any) -> bytes:
+    """A file of records with other arrays, the first of which may say another size.
+
+    In place of an array a shape, of values without bytes.
+    """
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            if isinstance(array, tuple):
+                about = {"descr": "|V0", "fortran_order": False, "shape": array}
+                np.lib.format.write_array_header_1_0(content, about)
+            else:
+                np.save(content, array)
+            made.writestr(f"{name}.npy", content.getvalue())
+        if declared is not None:
+            made.infolist()[0].file_size = declared
+    return file.getvalue()
+
+
+def head(tokens: int = 3) -> Any:
+    """One sample without columns."""
+    fields = {**vars(record()), "columns": None, "texts": None, "images": (), "tokens": tokens}
+    known = {key: value for key, value in fields.items() if value is not None}
+    return np.frombuffer(json.dumps({"samples": [known], "texts": {}}).encode(), np.uint8)
+
+
+TOKENS = np.zeros(3, np.int32)
+
+
+def test_records_that_say_more_bytes_than_are_read_are_refused() -> None:
+    content = archive(FILE_BYTES + 1, token=TOKENS, head=head())
+    with pytest.raises(RecordError, match=r"its arrays have 268\d+ bytes"):
+        from_bytes(content)
+
+
+def test_a_head_is_bounded_by_itself() -> None:
+    content = archive(FILE_BYTES // 4 + 1, head=head(), token=TOKENS)
+    with pytest.raises(RecordError, match="its head 67108865"):
+        from_bytes(content)
+
+
+def test_an_array_that_is_longer_than_the_archive_says_is_not_read_to_its_end() -> None:
+    content = archive(200, token=np.zeros(1 << 20, np.int32), head=head())
+    with pytest.raises(RecordError):
+        from_bytes(content)
+
+
+def test_columns_that_are_not_known_are_not_read() -> None:
+    (found,) = from_bytes(archive(token=TOKENS, other=TOKENS, head=head()))
+    assert list(found.columns) == ["token"]
+
+
+@pytest.mark.parametrize("column", [(10**12,), np.zeros(3, "U4"), np.zeros(4, np.int32)])
+def test_a_column_has_a_number_for_each_token(column: Any) -> None:
+    with pytest.raises(RecordError, match="has not a number for each of 3 tokens"):
+        from_bytes(archive(token=column, head=head()))
+
+
+def test_all_ranks_of_a_step_are_bounded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(3):
+        RecordWriter(tmp_path / MICROSCOPE, rank, 1 << 20).write(1, [record(f"p/{rank}")])
+    with zipfile.ZipFile(next((tmp_path / MICROSCOPE).iterdir())) as file:
+        size = sum(one.file_size for one in file.infolist())
+    monkeypatch.setattr("async_opd.microscope.folder.STEP_BYTES", size + 10)
+    assert [one.uid for one in records(tmp_path)] == ["p/0"]
+    assert [line.split(":")[0] for line in unreadable(tmp_path)] == [
+        "step_000001.rank_1.npz",
+        "step_000001.rank_2.npz",
+    ]
+
+
+def test_a_run_writes_no_file_that_a_reader_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = [record(f"p/{number}") for number in range(8)]
+    kept = len(to_bytes(samples))
+    monkeypatch.setattr(
+        "async_opd.microscope.folder.excess", lambda content: "too much" * (len(content) >= kept)
+    )
+    writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20)
+    writer.write(1, samples)
+    assert (len(list(records(tmp_path))), writer.removed) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read", "nothing"),
+    [
+        ("summary.json", {"status": "completed", "seconds": 1}, read_summary, None),
+        (ORIGIN, [{"command": "a", "versions": {}, "commit": ""}], read_origins, []),
+        (
+            LIVE_FILE,
+            {"pid": 1, "host": "a", "born": 1, "started": 1, "time": 1, "waits": {}},
+            read_live,
+            None,
+        ),
+    ],
+)
+def test_a_small_file_that_is_large_is_not_read(
+    tmp_path: Path, name: str, content: Any, read: Callable[[Path], Any], nothing: Any
+) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    assert read(tmp_path) not in (None, [])
+    (tmp_path / name).write_text(json.dumps(content) + LONG)
+    assert read(tmp_path) == nothing
+
+
+def test_the_state_of_a_checkpoint_is_bounded(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    folder = run.store.folder / "step_2"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    with (folder / CUT).open("r+") as file:
+        file.truncate(65 << 20)
+    manifest[CUT] = vars(written_file(folder / CUT))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="has more than 67108864 bytes"):
+        load(folder)
+
+
+def test_a_line_of_metrics_is_bounded(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 1}}\n{{"step": 2{LONG}}}\n')
+    rows = metrics_rows(file)
+    assert next(rows)[1] is not None
+    with pytest.raises(OSError, match="has a line of more than 16777216 bytes"):
+        next(rows)
+
+
+def test_a_line_of_a_trace_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(f'["life"{LONG}]\n')
+    with pytest.raises(OSError, match="has a line of more than"):
+        list(read_lives(tmp_path / "trace.json"))
+
+
+def test_a_line_of_the_journal_is_bounded(tmp_path: Path) -> None:
+    write_run_format(tmp_path)
+    (tmp_path / LEDGER).write_text(f'{{"admitted": []{LONG}}}\n')
+    with pytest.raises(AuditError, match="has a line of more than"):
+        audit(tmp_path)
+
+
+def test_the_lines_of_a_file_are_bounded_together(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text("\n" * 10)
+    assert len(list(ForeignPath(tmp_path / "run.log").lines(10 * 257))) == 10
+    with pytest.raises(OSError, match="has more than 2569 bytes"):
+        list(ForeignPath(tmp_path / "run.log").lines(10 * 257 - 1))
+
+
+@pytest.fixture
+def mirrored(tmp_path: Path) -> LocalRun:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    sync(run)
+    return run
+
+
+def change(**files: Any) -> None:
+    """Changes sizes that ``files.json`` of the copy of step 2 says."""
+    place = RunCopies.at(URL).place / "step_2" / LISTING
+    listing = json.loads(place.read(1 << 20))
+    for name, size in files.items():
+        listing[name]["bytes"] = size
+    place.write(json.dumps(listing).encode())
+
+
+def refused_copy() -> str:
+    """Why ``inspect URL`` does not read the copy; no file of it is downloaded."""
+    with pytest.raises((CheckpointError, ConfigError)) as caught, run_at(URL):
+        pass
+    return str(caught.value)
+
+
+def test_a_mirror_does_not_fill_the_disk(mirrored: LocalRun) -> None:
+    change(**{"checkpoints/step_2/trainer.safetensors": 1 << 60})
+    with (
+        pytest.raises(CheckpointError, match="of which 1073741824 stay free"),
+        run_at(URL, record_and_weights),
+    ):
+        pass
+
+
+def test_a_record_of_a_mirror_is_no_larger_than_its_readers_read(mirrored: LocalRun) -> None:
+    change(**{LEDGER: 3 << 30})
+    assert f"its {LEDGER} has 3221225472 bytes, more than the 2147483648" in refused_copy()
+
+
+def test_a_config_of_a_mirror_is_no_larger_than_a_document(mirrored: LocalRun) -> None:
+    change(**{"config.yaml": 17 << 20})
+    assert "its config.yaml has 17825792 bytes, more than the 16777216" in refused_copy()
+
+
+def test_a_size_below_zero_makes_a_copy_incomplete(mirrored: LocalRun) -> None:
+    change(**{LEDGER: -2})
+    assert "has no complete copy of a run" in refused_copy()
+
+
+def test_the_state_of_a_mirrored_checkpoint_is_not_read_beyond_its_bound(
+    mirrored: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_opd.checkpoint.run_copies.CUT_BYTES", 10)
+    assert RunCopies.at(URL).mirrored().lineages == {}
+
+
+def test_the_lists_of_all_copies_are_bounded_together(
+    mirrored: LocalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrored.train(4)
+    sync(mirrored)
+    most = len((RunCopies.at(URL).place / "step_4" / LISTING).read(1 << 20)) + 10
+    monkeypatch.setattr("async_opd.checkpoint.run_copies.MAX_LISTING_BYTES", most)
+    with pytest.raises(OSError, match="has more than"):
+        RunCopies.at(URL).mirrored()
