@@ -33,6 +33,7 @@ from async_opd.media.cache import MediaCache, with_images
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.gpu_turns import GpuTurns
+from async_opd.waiting.race import to_its_end
 from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher, TrainBatch
@@ -120,35 +121,47 @@ class TrainerStage:
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._gate, self._gpus, self._weights:
             self._waits_for = ""
-            gpu_s = clock() - started - wait_s
-            self._learner.version = self._version
-            self._pending_tokens = sum(header.tokens for header in taken.headers)
-            with self._activity.busy() as begun:
-                report = await self._compute(train)
-                computed = self._activity.since(begun)
-            metrics = {
-                **report.metrics,
-                "train/wait_s": wait_s,
-                "train/wait_gpu_s": gpu_s,
-                "train/duplicates": float(self._batcher.duplicates),
-                "train/duplicate_tokens": float(self._batcher.duplicate_tokens),
-            }
-            if self._max_lag is not None:
-                metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
-            self._step += 1
-            # with the weights: a checkpoint has it too if the answer is lost
-            self._report = done = StepReport(
-                self._step,
-                taken.headers,
-                staleness,
-                metrics,
-                taken.requeued,
-                report.skipped,
-                report.notes,
-                computed,
-            )
+            waited = {"train/wait_s": wait_s, "train/wait_gpu_s": clock() - started - wait_s}
+            # Nothing ends the thread that trains: weights and step number change together, also if
+            # this call is cancelled. The checkpoint that follows has both.
+            done = await to_its_end(self._trained(taken, train, staleness, waited))
         await self._batcher.done()
         self._tokens += sum(header.tokens for header in taken.headers)
+        return done
+
+    async def _trained(
+        self,
+        taken: TrainBatch,
+        train: Callable[[], LearnerReport],
+        staleness: tuple[int, ...],
+        waited: dict[str, float],
+    ) -> StepReport:
+        """Trains on a batch, and counts the step."""
+        self._learner.version = self._version
+        self._pending_tokens = sum(header.tokens for header in taken.headers)
+        with self._activity.busy() as begun:
+            report = await self._compute(train)
+            computed = self._activity.since(begun)
+        metrics = {
+            **report.metrics,
+            **waited,
+            "train/duplicates": float(self._batcher.duplicates),
+            "train/duplicate_tokens": float(self._batcher.duplicate_tokens),
+        }
+        if self._max_lag is not None:
+            metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
+        self._step += 1
+        # with the weights: a checkpoint has it too if the answer is lost
+        self._report = done = StepReport(
+            self._step,
+            taken.headers,
+            staleness,
+            metrics,
+            taken.requeued,
+            report.skipped,
+            report.notes,
+            computed,
+        )
         return done
 
     async def _take(self) -> tuple[TrainBatch, Callable[[], LearnerReport]]:

@@ -39,8 +39,13 @@ async def endless(name: str, work: Awaitable[None]) -> None:
 
 async def in_thread(work: Callable[P, Result], *args: P.args, **named: P.kwargs) -> Result:
     """The work's result. After a cancellation it returns when the thread is done, too."""
-    # Nothing ends the thread: who cancels this has to know that no file changes any more.
-    task = asyncio.create_task(asyncio.to_thread(work, *args, **named))
+    # Nothing ends the thread: the caller has to know that no file changes any more.
+    return await to_its_end(asyncio.to_thread(work, *args, **named))
+
+
+async def to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result. A cancellation takes effect when the work has ended."""
+    task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -88,6 +88,30 @@ async def test_all_training_runs_on_one_thread_and_all_sending_on_another(tmp_pa
     assert not threads & {*sends.values(), threading.get_ident()}
 
 
+async def test_a_step_that_is_cancelled_while_its_thread_trains_counts_with_its_weights() -> None:
+    """Ray cancels the call of an interrupted run; the last checkpoint comes after it."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def train(*_: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return SimpleNamespace(metrics={}, skipped="", notes=())
+
+    learner: Any = SimpleNamespace(train_batch=train, capture=lambda version: 0)
+    batcher: Any = Batcher()
+    unused: Any = None
+    stage = TrainerStage(learner, unused, batcher, max_version_lag=None, model_dir="")
+    step = asyncio.create_task(stage.step())
+    await asyncio.to_thread(begun.wait, 30)
+    step.cancel()
+    captured = asyncio.create_task(stage.capture())
+    await settle()
+    go_on.set()
+    found = await captured
+    assert step.cancelled()
+    assert (found.step, found.report and found.report.step) == (1, 1)
+
+
 class RankOnACpu(Threads):
     """A rank whose ``free_cache`` reads its device, as Rank does."""
 
