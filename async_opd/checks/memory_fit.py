@@ -78,7 +78,7 @@ def this_machine(config: RunConfig, device: Device, gpus: int | None = None) -> 
 def faults_of_memory(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     """Pools that need more than there is; nothing where that is not known."""
     for fault in list(_faults(config, machine)):
-        yield section_of(fault.pool), fault.text, _remedy(config, fault, machine)
+        yield fault.pool, fault.text, _remedy(config, fault, machine)
 
 
 def faults_of_cache(config: RunConfig, machine: Machine) -> Iterator[Problem]:
@@ -241,7 +241,7 @@ def _remedy(config: RunConfig, fault: _Fault, machine: Machine) -> str:
         if changed is None or (needed := _needed(changed, fault, machine)) >= fault.needed:
             continue
         bytes_ = f"{in_gib(needed)}{_missing(changed, machine)}"
-        words = f"{section_of(fault.pool)}.{key}: {value} ({bytes_})"
+        words = f"{fault.pool}.{key}: {value} ({bytes_})"
         smaller.append((needed, key, value))
         if {one.place for one in _faults(changed, machine)} <= known:
             found.append((bool(_missing(changed, machine)), needed, words))
@@ -266,8 +266,7 @@ def _together(
             continue
         taken, needed = taken | {key: value}, _needed(changed, fault, machine)
         if {one.place for one in _faults(changed, machine)} <= known:
-            section = section_of(fault.pool)
-            words = " and ".join(f"{section}.{key}: {value}" for key, value in taken.items())
+            words = " and ".join(f"{fault.pool}.{key}: {value}" for key, value in taken.items())
             return f"together {words} ({in_gib(needed)}{_missing(changed, machine)})"
     return SMALLER
 
@@ -297,6 +296,9 @@ def _missing(config: RunConfig, machine: Machine) -> str:
 
 def _changes(config: RunConfig, name: str, machine: Machine) -> Iterator[tuple[str, Any]]:
     """Keys of a pool's section, with values that take less memory."""
+    if name == EVAL:  # its engines are those of ``rollout``, but for their number
+        yield from (("replicas", fewer) for fewer in (1, 0) if fewer < config.eval.replicas)
+        return
     if name != "train":
         section = _section(config, name)
         model = config.student.model if name == "rollout" else config.teacher_model(_teacher(name))
@@ -318,8 +320,7 @@ def _changes(config: RunConfig, name: str, machine: Machine) -> Iterator[tuple[s
 
 
 def _section(config: RunConfig, name: str) -> Any:
-    name = section_of(name)
-    if name in ("train", "rollout"):
+    if name in ("train", "rollout", EVAL):
         return getattr(config, name)
     return config.teachers[_teacher(name)]
 
@@ -330,9 +331,8 @@ def _teacher(name: str) -> str:
 
 def _with(config: RunConfig, name: str, changes: dict[str, Any]) -> RunConfig:
     """The config with changes of one section."""
-    name = section_of(name)
     section = _section(config, name).model_copy(update=changes)
-    if name in ("train", "rollout"):
+    if name in ("train", "rollout", EVAL):
         return config.model_copy(update={name: section})
     teachers = {**config.teachers, _teacher(name): section}
     return config.model_copy(update={"teachers": teachers})

@@ -94,6 +94,13 @@ def test_a_remedy_that_the_host_has_no_memory_for_is_not_named() -> None:
     assert "train.offload: parameters" not in remedy
 
 
+def test_the_remedy_of_too_many_engines_that_evaluate_are_fewer() -> None:
+    machine = Machine("cpu", 200 * GIB, sizes)
+    ((key, _, remedy),) = faults_of_memory(config("1", eval={"replicas": 361}), machine)
+    assert key == "eval"
+    assert remedy.startswith("eval.replicas: 0 (")
+
+
 def test_a_remedy_that_the_config_refuses_is_not_named() -> None:
     shared = {"placement": "colocated", "with": "train"}
     machine = Machine("cpu", 110 * GIB, sizes)
