@@ -14,7 +14,7 @@ from typing import Any
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.core.errors import AsyncOPDError
-from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
+from async_opd.files.foreign import RECORD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.run_format import refuse_other_formats
 
 
@@ -73,7 +73,7 @@ def journal_entries(path: ForeignPath) -> Iterator[dict[str, Any]]:
     """Each line of a journal. AuditError."""
     number = 0
     try:
-        for number, line in enumerate(path.lines(HELD_BYTES), 1):  # noqa: B007
+        for number, line in enumerate(path.lines(RECORD_BYTES), 1):  # noqa: B007
             if line.endswith("\n"):  # a last line without a newline is torn
                 yield dict(json.loads(line))
     except OSError as error:

@@ -145,20 +145,21 @@ class RunCopies:
             if copy is not None:
                 copies.append((step, copy))
                 left = max(left - len(_Listing.dump_json(copy.files)), 0)
-        lineages: dict[int, Lineage] = {}
+        lineages, left = dict[int, Lineage](), CUT_BYTES
         for step, copy in copies:
             with suppress(FileNotFoundError, Changed, ValueError):  # who takes the copy reports it
-                lineages[step] = self._lineage(step, copy)
+                lineages[step], nbytes = self._lineage(step, copy, left)
+                left -= nbytes
         return Mirrored(copies, lineages, self._roll_backs())
 
-    def _lineage(self, step: int, copy: Copy) -> Lineage:
+    def _lineage(self, step: int, copy: Copy, most: int) -> tuple[Lineage, int]:
         name = f"{FOLDER}/{name_of(step)}/{CUT}"
         if (expected := copy.files.get(name)) is None:
             raise FileNotFoundError(name)
-        content = (self.place / copy.name / name).read(min(expected.bytes, CUT_BYTES))
+        content = (self.place / copy.name / name).read(min(expected.bytes, most))
         if WrittenFile(len(content), hashlib.sha256(content).hexdigest()) != expected:
             raise Changed(name)
-        return parse_cut(content).lineage
+        return parse_cut(content).lineage, len(content)
 
     def newest(self) -> tuple[int, Copy] | None:
         """The newest complete copy with a checkpoint that the run has not left."""
@@ -207,7 +208,7 @@ class RunCopies:
         chosen = {name: file for name, file in copy.files.items() if wanted(name)}
         make_folder(into)
         free, needed = shutil.disk_usage(into).free, sum(file.bytes for file in chosen.values())
-        if needed > free - SPARE_BYTES:
+        if needed > free - min(SPARE_BYTES, free // 2):
             message = f"{self.place / copy.name} says that it has {needed} bytes; {free} are free"
             raise OSError(errno.ENOSPC, f"{message}, of which {SPARE_BYTES} stay free", str(into))
 

@@ -34,7 +34,8 @@ class _Part:
     """Facts about the rows of a part of the data, collected while they are read.
 
     Rows with ``images`` are ``pictured``; ``shown`` are their data sources. Rows without an answer
-    are ``unanswered``; those of them that no task grades are ``ungradable``.
+    are ``unanswered``; those of them that no task grades are ``ungradable``. ``unread``: a source
+    gave no rows.
     """
 
     routes: set[str] = field(default_factory=set)
@@ -45,6 +46,7 @@ class _Part:
     ungradable: Tally = field(default_factory=Tally)
     tasks: set[str] = field(default_factory=set)
     streamed: bool = False
+    unread: bool = False
 
     def inspect(self, row: Row) -> None:
         """Adds the facts about a row."""
@@ -104,7 +106,10 @@ class DataChecks:
         metric, sources = self.config.checkpoint.keep_best, sorted(self.parts["eval"].routes)
         values = (*metric_names(self.config.eval.n), "response_tokens", "truncated")
         known = [f"eval/{source}/{value}" for source in sources for value in values]
-        if metric is not None and sources and not any(fnmatchcase(one, metric) for one in known):
+        unread = self.parts["eval"].unread  # its sources have other names, perhaps this one
+        if metric is None or unread or not sources:
+            return
+        if not any(fnmatchcase(one, metric) for one in known):
             have = ", ".join(f"eval/{source}/accuracy" for source in sources)
             self.found.add(
                 "checkpoint.keep_best",
@@ -143,6 +148,7 @@ class DataChecks:
                 remedy = f"pip install 'async-opd[{extra}]'"
                 self.found.add(key, f"{source.label} needs {error.name}", remedy)
             self.unreadable |= not checked(rows)
+            self.parts[part].unread |= not checked(rows)
             read.append(rows)
         return read
 
@@ -267,6 +273,8 @@ class DataChecks:
         text, key = Text.of(self.config), key_of(part)
         for at, source in enumerate(self._entries(part)):
             rows, spelled, long = sources[at], Tally(), set[str]()
+            if not checked(rows):
+                continue
             try:
                 readers = self._readers(part, text)
                 encoded = self._encoded(checked(rows), text, spelled, readers)

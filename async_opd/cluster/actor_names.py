@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,14 +88,19 @@ async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -
     name of one that crashed: a rebuild kills that one first. A head that does not answer is asked
     again: ``ClusterWatch`` ends the run if it is lost. Raises StageTimeout after ``timeout_s``.
     """
+    last = "another actor still has its name in Ray"
     try:
         async with asyncio.timeout(timeout_s):
             while True:
                 try:
                     await nodes()  # ``create`` would wait without end for a head that is lost
-                    return create()
-                except (ActorAlreadyExistsError, StageError):
-                    await asyncio.sleep(RETRY_S)
+                except StageError as silent:
+                    last = silent.cause
+                else:
+                    with suppress(ActorAlreadyExistsError):
+                        return create()
+                    last = "another actor still has its name in Ray"
+                await asyncio.sleep(RETRY_S)
     except TimeoutError as error:
-        cause = f"another actor still has its name in Ray after {timeout_s:g} s"
+        cause = f"{last} after {timeout_s:g} s"
         raise StageTimeout(name, cause, f"raise {START_KEY} if Ray is only slow") from error

@@ -21,7 +21,8 @@ _NAME = re.compile(
     r"(^|[_.-])((api|access|auth|client|private|secret|session|refresh|license|hf|gh|bot)?[_-]?"
     r"(key|token|secret)|api_?keys|secrets|passphrase|credentials?|authorization"
     r"|bearer|cookie|auth|pat|sas)$"
-    r"|passw|(?<!^old)(?<=.)pwd$|(?<!by)(?<!com)(?<!ask)pass$"
+    r"|passw|(?<!^old)(?<=.)pwd$|^pass$"
+    r"|(^|[_.-])(db|\w*sql|pg|mongo|redis|ldap|user|admin|root|smtp|mail|ftp|ssh|https?|proxy)_?pass$"
     r"|(dsn|webhook|webhook_?ur[il]|conn(ection)?_?str(ing)?)$"
 )
 _SIGNATURE = re.compile(r"(^|[_.-])(sig|signature)$")
@@ -59,7 +60,7 @@ _SHAPES = (
     r"(?<=;)(?i:password|pwd)=[^\s;'\"]+",  # of a connection string
     r"\bya29\.[\w-]{20,}",
     r"\bxox[abeprs]-[\w-]{10,}",
-    r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # JSON web tokens
+    r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # JSON web tokens
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----",
     r"\bBearer\s+[\w.~+/=-]{8,}",
     r"(?<=://)[^/\s@?#]+(?=@)",  # user, or user:password, of a URL

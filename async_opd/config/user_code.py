@@ -27,6 +27,8 @@ TRANSPORTS = "async_opd.transports"
 """The groups of entry points; one of a transport names a module."""
 ENDS = ("DEVICES", "sender", "receiver")
 """The names that the module of a transport has."""
+DYNAMIC = ("globals", "vars", "setattr", "exec")
+"""Functions by which a module binds names that its statements do not show."""
 MAX_PARSED_BYTES = 1 << 18
 """A larger module is not parsed: up to 1000 times its size of memory, and seconds."""
 
@@ -103,7 +105,10 @@ def find_in_file(file: Path, bound: Sequence[str], name: str) -> None:
 
 
 def _file_of(module: str) -> Path | None:
-    """The source of a module; None if it is not of Python. ImportError if it does not exist."""
+    """The source of a module. ImportError if it does not exist.
+
+    None where no file of Python says what it binds: for extensions and archives.
+    """
     places, origin = None, ""
     for part in module.split("."):
         # find_spec would import the packages above a dotted name
@@ -111,16 +116,18 @@ def _file_of(module: str) -> Path | None:
         if found is None:
             raise ImportError(f"the module {module} does not exist")
         places, origin = list(found.submodule_search_locations or ()), str(found.origin)
-    return Path(origin) if origin.endswith(".py") else None
+    return file if (file := Path(origin)).suffix == ".py" and file.is_file() else None
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    """Names that statements of a module bind, at any depth; ``*`` for those of another module."""
+    """Names that statements of a module bind, at any depth; ``*`` if it may bind any others."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+        elif isinstance(node, ast.Name):
+            yield "*" if node.id in DYNAMIC else node.id if isinstance(node.ctx, ast.Store) else ""
+        elif isinstance(node, ast.ImportFrom) and node.level and node.module:
+            yield node.module.partition(".")[0]  # importing a submodule binds it in its package
         elif isinstance(node, ast.alias):
             yield node.asname or node.name.partition(".")[0]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any
@@ -74,7 +75,8 @@ def refuse_large_group(group: Any, repeated: list[bool], file: IO[bytes] | None)
         raise ValueError(f"a row group of {group[ROWS]} rows has {declared} bytes, {most}")
     if at_once > AT_ONCE_BYTES:
         message = f"{at_once} bytes of a row group are decoded at once, more than {AT_ONCE_BYTES}"
-        raise ValueError(f"{message}: write it with smaller pages, or fewer rows in a group")
+        remedy = "write it with fewer rows in a group (row_group_size), or without use_dictionary"
+        raise ValueError(f"{message}: {remedy}")
     return largest
 
 
@@ -85,16 +87,24 @@ def _pages(column: Any, file: IO[bytes]) -> Iterator[tuple[int, int]]:
     for _ in range(MAX_PAGES):
         if at >= end or left <= 0:
             return
-        file.seek(at)
-        read = _Thrift(file.read(HEADER_BYTES))
-        header = read.section()
+        header, nbytes = _header(file, at)
         size, stored = header[2], header[3]
         values = header.get(DATA, header.get(DATA_V2, {})).get(1, 0)
         if min(size, stored, values) < 0:
             raise ValueError("a page has a size below 0")
-        at, left = at + read.at + stored, left - values
+        at, left = at + nbytes + stored, left - values
         yield size, values
     raise ValueError(f"a column of a row group has more than {MAX_PAGES} pages")
+
+
+def _header(file: IO[bytes], at: int) -> tuple[dict[int, Any], int]:
+    """A page's header, and its bytes. Statistics in it may have texts of the page."""
+    for nbytes in (HEADER_BYTES, FOOTER_BYTES):
+        file.seek(at)
+        read = _Thrift(file.read(nbytes))
+        with suppress(IndexError):
+            return read.section(), read.at
+    raise ValueError(f"the header of a page has more than {FOOTER_BYTES} bytes")
 
 
 @dataclass
@@ -110,6 +120,8 @@ class _Thrift:
         field = 0
         while head := self._byte():
             field = field + (head >> 4) if head >> 4 else self._signed()
+            if field in fields:  # readers differ in which of them counts
+                raise ValueError(f"field {field} of its footer or of a page is there twice")
             fields[field] = None if head & 15 in (1, 2) else self._value(head & 15)
         return fields
 

@@ -45,7 +45,7 @@ def _import(arguments: argparse.Namespace) -> int:
     if target is not None and target.exists() and not arguments.force:
         problem = Problem(str(target), "", "exists already", "add --force, or name another file")
         raise ConfigError([problem])
-    text = imported(Path(arguments.file), arguments.framework)
+    text = arguments.redacted(imported(Path(arguments.file), arguments.framework))
     if target is None:
         sys.stdout.write(text)
     else:

@@ -77,7 +77,7 @@ def parse(path: Path) -> Parsed:
         raise _refused(path, f"is not UTF-8: {error}", remedy) from error
     except OSError as error:
         raise _refused(path, f"cannot be read: {error}", "check the path") from error
-    except (YamlError, tomllib.TOMLDecodeError, SyntaxError, RecursionError) as error:
+    except (YamlError, SyntaxError, RecursionError, ValueError, TypeError, MemoryError) as error:
         remedy = "give a .sh, .py, .toml or .yaml file"
         raise _refused(path, f"cannot be parsed: {error}", remedy) from error
     if not parsed.keys:

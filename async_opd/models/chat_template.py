@@ -32,6 +32,8 @@ SPECIAL_TOKENS = tuple(
 )
 RESERVED = ("messages", "add_generation_prompt", *SPECIAL_TOKENS)
 """Variables of templates that ``chat_template_kwargs`` may not set."""
+MAX_CHARACTERS = 1 << 20
+"""Of a template's file."""
 DATED = "strftime_now"
 """The function of templates that gives the present date."""
 THOUGHT = re.compile(r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]")
@@ -61,10 +63,10 @@ class ChatTemplate:
     def text(self) -> str | None:
         """The template, if there is one. OSError, ValueError."""
         if self.file is not None:
-            return self.file.read_text(encoding="utf-8")
+            return _text(self.file)
         file = self.folder / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return _text(file)
         template = read_json(self.folder / "tokenizer_config.json").get("chat_template")
         if isinstance(template, list):
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -186,6 +188,17 @@ def _continues(opening: str) -> bool:
     """Whether an opening leaves its thought open."""
     thought = THOUGHT.search(opening)
     return thought is not None and f"{thought[0][0]}/{thought[0][1:]}" not in opening
+
+
+def _text(file: Path) -> str:
+    """The content of a template's file. OSError for a pipe, a device, or more than a template."""
+    if not file.is_file():
+        raise OSError(f"{file} does not exist, or is not a regular file")
+    with file.open(encoding="utf-8") as opened:
+        text = opened.read(MAX_CHARACTERS + 1)
+    if len(text) > MAX_CHARACTERS:
+        raise OSError(f"{file} has more than {MAX_CHARACTERS} characters")
+    return text
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -21,12 +22,14 @@ from async_opd.core.row import Media
 from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
 from async_opd.media.engine_prompts import EnginePrompts
+from async_opd.models.chat_template import read_json
 
 if TYPE_CHECKING:
     import torch
 
 PROBE = 64
 """Width and height in pixels of an image that shows which tokens stand around an image's own."""
+AUDIO_TOKENIZER = "audio_tokenizer_config.json"
 UNSAMPLED = ("image", "video", "audio")
 """Kinds of placeholders that no response may have."""
 
@@ -93,10 +96,10 @@ class ImageProcessor:
             from transformers import AutoProcessor
             from transformers.processing_utils import ProcessorMixin
 
+        load = partial(AutoProcessor.from_pretrained, model, trust_remote_code=trust_remote_code)
+        _refuse_audio_tokenizer(Path(model))
         try:
-            processor = AutoProcessor.from_pretrained(
-                model, trust_remote_code=trust_remote_code, **(processor_kwargs or {})
-            )
+            processor = load()
         except Exception as error:  # transformers raises what its classes raise
             shown = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             remedy = "save the model's processor there, and install async-opd[vision]"
@@ -109,7 +112,8 @@ class ImageProcessor:
         if unknown := [name for name in processor_kwargs or {} if name not in known]:
             message = f"{type(kind).__name__} of {model} has no setting {', '.join(unknown)}"
             raise ProcessorError(message, f"one of {', '.join(sorted(known))}")
-        return cls(processor)
+        # only now: other names are settings of the loading, such as ``weights_only``
+        return cls(load(**processor_kwargs) if processor_kwargs else processor)
 
     def expand(self, ids: Int32, images: Sequence[bytes]) -> Int32:
         """Token ids int32 [P'] of a short prompt [P], which has one placeholder an image.
@@ -194,6 +198,23 @@ def prompts_of(
     processor = ImageProcessor(engine.renderer.get_mm_processor().info.get_hf_processor())
     prompts = EnginePrompts(stage, engine.renderer, processor.placeholder_id, media)
     return prompts, {"logit_bias": dict.fromkeys(processor.unsampled_ids, -math.inf)}
+
+
+def _refuse_audio_tokenizer(model: Path) -> None:
+    """ProcessorError for a processor with a further model, which transformers would load.
+
+    By its own rules: with pickles, with code after a question, from a hub.
+    """
+    files = ("processor_config.json", "preprocessor_config.json")
+    try:
+        named = [name for name in files if "audio_tokenizer" in read_json(model / name)]
+    except (OSError, ValueError) as error:
+        raise ProcessorError(f"{model} cannot be read: {error}", "repair the file") from error
+    if (model / AUDIO_TOKENIZER).exists():
+        named.append(AUDIO_TOKENIZER)
+    if named:
+        cause = f"{model}/{named[0]} names an audio tokenizer, a further model"
+        raise ProcessorError(cause, "take a model without one, or remove it from the file")
 
 
 def _unsampled(processor: Any, placeholder: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -154,19 +154,16 @@ def _lines(path: ForeignPath) -> Iterator[str]:
 
 def messages(lines: Iterable[str]) -> Iterator[Message]:
     """Each message of ``run.log``; a line without a time is a part of the message before it."""
-    last: Message | None = None
-    for line in lines:
-        line = _as_text(line)
-        stamped = _STAMPED.match(line)
-        if stamped is None:
-            if last is not None and line.strip():
-                last = replace(last, text=f"{last.text}\n{line}")
-            continue
-        if last is not None:
-            yield last
-        last = Message(_moment(stamped[1]), stamped[2])
-    if last is not None:
-        yield last
+    time, parts = 0.0, list[str]()
+    for line in map(_as_text, lines):
+        if (stamped := _STAMPED.match(line)) is not None:
+            if parts:
+                yield Message(time, "\n".join(parts))
+            time, parts = _moment(stamped[1]), [stamped[2]]
+        elif parts and line.strip():
+            parts.append(line)
+    if parts:
+        yield Message(time, "\n".join(parts))
 
 
 def _as_text(line: str) -> str:

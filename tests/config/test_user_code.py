@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,8 @@ def test_a_name_without_an_entry_point_is_told_those_that_are_installed() -> Non
         ("try:\n    import json as made\nexcept ImportError:\n    made = None", "made"),
         ("from elsewhere import *", "made"),
         ("def __getattr__(name): ...", "made"),
+        ("globals()['made'] = 1", "made"),
+        ("from .made import other", "made"),
         ("# " + "x" * MAX_PARSED_BYTES, "made"),
     ],
 )
@@ -161,6 +164,26 @@ def test_a_module_in_a_folder_without_init_and_one_of_c_are_found(tmp_path: Path
     (tmp_path / "bare" / "inner" / "leaf.py").write_text("def f(): ...")
     find_user_code("bare.inner.leaf:f", LOGGERS)
     find_user_code("math:sqrt", LOGGERS)
+
+
+def test_a_module_in_an_archive_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("in_archive.py", "def f(): ...")
+    monkeypatch.syspath_prepend(str(tmp_path / "archive.zip"))
+    find_user_code("in_archive:f", LOGGERS)
+
+
+@pytest.mark.parametrize(
+    ("part", "others"),
+    [("eval", ["checkpoint.keep_best=eval/mine/accuracy"]), ("train", ["data.overlong=filter"])],
+)
+def test_rows_of_a_source_that_was_found_only_may_be_as_the_config_needs_them(
+    tmp_path: Path, part: str, others: list[str]
+) -> None:
+    (tmp_path / "found_here.py").write_text("def rows(): ...")
+    file = FEW[0].partition("[")[2].rstrip("]")
+    both = f"data.{part}=[{file}, {{kind: user, function: 'found_here:rows'}}]"
+    assert preflight(config(both, *others), "c.yaml").problems == []
 
 
 def test_an_option_may_have_any_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,16 @@ def test_a_system_prompt_comes_in_place_of_the_rows_own() -> None:
     expected = [{"role": "system", "content": "S"}, user]
     assert made.with_system([user]) == expected
     assert made.with_system([{"role": "system", "content": "own"}, user]) == expected
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
+def test_a_template_is_read_of_a_regular_file_only(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is not a regular file"):
+        _ = ChatTemplate(tmp_path, tmp_path / name).text
+
+
+def test_a_template_of_more_than_a_mebi_of_characters_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("x" * ((1 << 20) + 1))
+    with pytest.raises(OSError, match="has more than 1048576 characters"):
+        _ = ChatTemplate(tmp_path).text

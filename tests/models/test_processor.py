@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,24 @@ def test_settings_of_the_config_replace_the_models_own(tmp_path: Path) -> None:
     assert small.tokens(Media("", 1, 1000, 600)) <= 2
     ids = np.array([small.placeholder_id], np.int32)
     assert len(small.expand(ids, [picture(1000, 600)])) <= 2
+
+
+@pytest.mark.parametrize("name", ["weights_only", "subfolder", "revision"])
+def test_a_setting_of_the_loading_is_refused_before_anything_is_loaded_with_it(
+    name: str, model: Path
+) -> None:
+    with pytest.raises(ProcessorError, match=f"has no setting {name}"):
+        ImageProcessor.load(str(model), processor_kwargs={name: False})
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "audio_tokenizer_config.json"])
+def test_a_further_model_that_a_processor_names_is_not_loaded(tmp_path: Path, file: str) -> None:
+    """transformers would load it by its own rules: with pickles, or code after a question."""
+    made = MADE["gemma3"](tmp_path)
+    content = {"audio_tokenizer": {"audio_tokenizer_name_or_path": "other/model"}}
+    (made / file).write_text(json.dumps(content))
+    with pytest.raises(ProcessorError, match=f"{file} names an audio tokenizer"):
+        ImageProcessor.load(str(made))
 
 
 def test_a_setting_that_no_processor_reads_is_refused(model: Path) -> None:

@@ -123,7 +123,7 @@ def test_what_is_decoded_at_once_is_bounded_by_pages_of_all_columns(
     made = pyarrow.table({"a": [LONG] * 9, "b": [LONG + "y"] * 9})
     pyarrow.parquet.write_table(made, file)
     monkeypatch.setattr("async_opd.data.arrow_sizes.AT_ONCE_BYTES", 2 * len(LONG))
-    with pytest.raises(SourceError, match="write it with smaller pages"):
+    with pytest.raises(SourceError, match="write it with fewer rows in a group"):
         rows_of(file)
     monkeypatch.setattr("async_opd.data.arrow_sizes.AT_ONCE_BYTES", 2 * len(LONG) + 1000)
     assert len(rows_of(file)) == 9
@@ -137,6 +137,12 @@ def test_values_of_lists_count_however_few_bytes_say_them(
     monkeypatch.setattr("async_opd.data.arrow_sizes.AT_ONCE_BYTES", 1 << 20)
     with pytest.raises(SourceError, match="bytes of a row group are decoded at once"):
         rows_of(file)
+
+
+def test_a_footer_with_a_field_twice_is_refused_since_readers_differ_in_which_counts() -> None:
+    field_1_twice = b"\x15\x02\x05\x02\x02\x00"
+    with pytest.raises(ValueError, match="field 1 of its footer or of a page is there twice"):
+        row_groups(io.BytesIO(field_1_twice + struct.pack("<I", len(field_1_twice)) + b"PAR1"))
 
 
 def test_a_footer_that_says_less_than_its_pages_is_not_believed(

@@ -308,3 +308,19 @@ def test_an_unknown_option_that_is_a_key_is_not_shown(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["check", "c.yaml", f"--key={SHAPES['Groq']}"])
     assert SHAPES["Groq"] not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["n_pass", "min_pass", "two_pass", "low_pass", "forward_pass"])
+def test_a_number_of_passes_is_not_a_password(name: str) -> None:
+    assert not names_secret(name)
+
+
+@pytest.mark.parametrize("name", ["pass", "db_pass", "SMTP_PASS", "MYSQL_PASS", "SSHPASS"])
+def test_a_password_may_be_called_pass(name: str) -> None:
+    assert names_secret(name)
+
+
+@pytest.mark.parametrize("piece", ["eyJaaaaaaaa-", "sk-aaaa.", "gsk_a-", "://a", "?a=b-", "a_"])
+def test_no_text_of_a_config_takes_quadratic_time(piece: str) -> None:
+    """A mebi of characters would take minutes."""
+    assert not looks_secret(piece * ((1 << 20) // len(piece)))
