@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from async_opd.config.sections.section import Name
 from async_opd.config.user_code import SOURCES, UserCodeError, fits, user_object
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
@@ -21,7 +22,7 @@ class UserSource(RowSource):
     """Rows that a function of an installed package yields. See docs/extending.md."""
 
     kind: Literal["user"]
-    function: str = Field(min_length=1)
+    function: Name = Field(min_length=1)
     """``module:function``, or an entry point of the group ``async_opd.sources``. It returns an
     iterable of mappings, the rows' fields, which are the same in every call."""
     options: dict[str, Any] = Field(default={})

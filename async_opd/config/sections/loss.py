@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Name, Section
 
 Reduction = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
@@ -156,7 +156,7 @@ class UserDivergenceConfig(DivergenceConfig):
     """A divergence of an installed package of yours. See docs/extending.md."""
 
     kind: Literal["user"]
-    function: str = Field(min_length=1)
+    function: Name = Field(min_length=1)
     """``module:function``, or an entry point of the group ``async_opd.losses``: a function of
     log p and log q [n, K] that returns its values [n] and their slopes by log q [n, K]."""
     options: dict[str, Any] = Field(default={})

@@ -60,7 +60,7 @@ class Teacher(Rendering):
     ``chat_template_kwargs``, ``system_prompt`` and ``response_prefix``.
     """
 
-    sources: list[str] | None = None
+    sources: list[Name] | None = None
     """Values of ``data.route_by`` whose rows this teacher scores; by default its own name, and all
     rows if it is the only teacher."""
     weight: PositiveFloat | Literal["auto"] = 1.0
