@@ -30,7 +30,7 @@ CONFIG = {
 }
 STEPS = ("train.steps=40", "async.sync_steps=2", "eval.every=0")
 RECOVERED = 0.4
-"""Three seeds recovered 0.50 to 0.55 (docs/staleness.md)."""
+"""Runs with other seeds differ by 0.01 (docs/training.md)."""
 
 
 @pytest.fixture(scope="module")
