@@ -206,10 +206,20 @@ class RendezvousClient:
         """OSError if no server listens, another one does, or it closes every connection."""
         deadline, tries = time.monotonic() + timeout_s, 0
         while (left := deadline - time.monotonic()) > 0:
-            connection = socket.create_connection((host, port), left)
+            try:
+                connection = socket.create_connection((host, port), left)
+            except TimeoutError:
+                if tries:  # the closed connections are the cause
+                    break
+                raise
             try:
                 self._handshake(connection, deadline)
                 return connection
+            except TimeoutError:
+                connection.close()
+                if tries:
+                    break
+                raise
             except (ConnectionResetError, BrokenPipeError):
                 connection.close()
                 tries += 1

@@ -114,7 +114,7 @@ def test_a_member_whose_connection_is_closed_connects_again(rendezvous: Rendezvo
 def test_a_member_connects_again_until_its_deadline_and_no_longer() -> None:
     port: list[int] = []
     closes(10_000, port, None)
-    with pytest.raises(WeightSyncError, match=r"closed \d+ connections within 0.3 s|timed out"):
+    with pytest.raises(WeightSyncError, match=r"closed \d+ connections within 0.3 s"):
         RendezvousClient(HERE, port[0], SECRET, 0.3)
 
 
