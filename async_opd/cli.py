@@ -1,31 +1,21 @@
-"""The ``async_opd`` command: its subcommands, their options, help and exit codes."""
+"""The ``async_opd`` command: its subcommands by name, loaded when called, and the exit codes."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-from async_opd import __version__, evaluate, export
-from async_opd.config.overrides import add_overrides
-from async_opd.config.run_config import RunConfig
+from async_opd import __version__
+from async_opd.config.overrides import add_config, add_run_dir, load_given
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import indented
-from async_opd.doctor import command as doctor
-from async_opd.first_steps import command as first_steps
-from async_opd.importing import command as importing
-from async_opd.inspecting import command as inspecting
-from async_opd.live_view import command as watch
 from async_opd.models import torchvision_operators
-from async_opd.observability.dashboard import command as dashboard
-from async_opd.probe import command as probe
 from async_opd.processes.output import write_stderr
-from async_opd.replay import command as replay
-from async_opd.report import command as report
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted by a signal"
@@ -48,37 +38,56 @@ ends the run with a checkpoint, a second SIGINT ends it at once.
   async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6
   async_opd run config.yaml --run-dir runs/lr6 --resume
 """
-CHECK = """\
-Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
-with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
-it finds, each with a remedy. Looks for the files of code that the config names; without --load it
-runs none of it, and sends no key.
-
-  async_opd check config.yaml rollout.replicas=4
-  async_opd check config.yaml --load
-"""
-PLAN = """\
-Predicts throughput and staleness, and advises how many GPUs each pool should have and which
-staleness threshold is enough. The speeds come from the config's plan section, or from a finished
-run. Draws a chart into plan.svg.
-
-  async_opd plan config.yaml --gpus 64
-  async_opd plan runs/quickstart rollout.n=8 --json
-"""
+COMMANDS = {
+    "run": ("cli:add_run", "train the student of a config"),
+    "check": ("tools.check:add_check", "check a config and its inputs without starting anything"),
+    "plan": ("tools.plan.command:add_plan", "predict throughput and staleness, advise sizes"),
+    "init": ("tools.first_steps.command:add_init", "write a first config"),
+    "quickstart": (
+        "tools.first_steps.command:add_quickstart",
+        "train a first run, on models and data that come along",
+    ),
+    "completion": (
+        "tools.first_steps.command:add_completion",
+        "print a shell's completion script",
+    ),
+    "doctor": ("tools.doctor.command:add_doctor", "examine what a run would meet here"),
+    "probe": (
+        "tools.probe.command:add_probe",
+        "measure whether the teachers will teach the student",
+    ),
+    "watch": ("tools.watch:add_watch", "show a run that runs elsewhere"),
+    "report": ("tools.report.command:add_report", "write report.html of a run"),
+    "compare": ("tools.report.command:add_compare", "compare several runs"),
+    "inspect": ("tools.inspecting.command:add_inspect", "show the tokens of a sample"),
+    "dashboard": (
+        "tools.dashboard:add_dashboard",
+        "save a wandb workspace for the runs of a project",
+    ),
+    "eval": ("tools.evaluate:add_eval", "evaluate a model alone"),
+    "export": ("tools.export:add_export", "write a trained student"),
+    "import": (
+        "tools.importing.command:add_import",
+        "turn a run of verl, TRL, prime-rl … into a config",
+    ),
+    "replay": ("tools.replay.command:add_replay", "compute a step again"),
+}
+"""Each command's function that adds its arguments to its parser, and its line in the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     torchvision_operators.install()
-    parser = _parser()
+    words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions (async_opd completion)
         import argcomplete
 
-        argcomplete.autocomplete(parser)
-    arguments, rest = parser.parse_known_args(argv)
+        argcomplete.autocomplete(parser())
+    known = parser(next((word for word in words if word in COMMANDS), ""))
+    arguments, rest = known.parse_known_args(words)
     for text in rest:  # argparse leaves over the overrides that follow an option
         if text.startswith("-") or "overrides" not in arguments:
-            parser.error(Redactor()(f"unrecognized arguments: {text}"))
+            known.error(Redactor()(f"unrecognized arguments: {text}"))
     if "overrides" in arguments:
         arguments.overrides = [*arguments.overrides, *rest, *getattr(arguments, "set", [])]
     arguments.redacted = Redactor()
@@ -102,105 +111,45 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options, formatter_class=shown, epilog=EXIT_CODES)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="async_opd", description=ABOUT)
-    parser.add_argument("--version", action="version", version=f"async_opd {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command, short, about in (
-        ("run", _run, "train the student of a config", RUN),
-        ("check", _check, "check a config and its inputs without starting anything", CHECK),
-        ("plan", _plan, "predict throughput and staleness, advise sizes", PLAN),
-    ):
-        sub = commands.add_parser(name, help=short, description=about)
-        sub.set_defaults(command=command)
-        given = (
-            "YAML file with a plan section, or a run directory" if name == "plan" else "YAML file"
-        )
-        sub.add_argument("config", help=given)
-        add_overrides(sub)
-        what = "async.staleness_threshold: how far rollouts may run ahead of training, in versions"
-        sub.add_argument("--staleness-threshold", metavar="F", help=what)
-        what = "async.sync_steps: optimizer steps between two weight syncs"
-        sub.add_argument("--sync-steps", metavar="N", help=what)
-    first_steps.add_arguments(commands, _run)
-    doctor.add_arguments(commands)
-    probe.add_arguments(commands)
-    watch.add_arguments(commands)
-    report.add_arguments(commands)
-    inspecting.add_arguments(commands)
-    dashboard.add_arguments(commands)
-    evaluate.add_arguments(commands)
-    export.add_arguments(commands)
-    importing.add_arguments(commands)
-    replay.add_arguments(commands)
-    for name in ("run", "check"):
-        what = "run_dir: the directory for checkpoints, metrics and the trained student"
-        commands.choices[name].add_argument("--run-dir", metavar="D", help=what)
-    what = "run the code that the config names (loss, graders, sources, loggers, transport), too, "
-    what += "and send servers of teachers their keys"
-    commands.choices["check"].add_argument("--load", action="store_true", help=what)
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; with ``command`` only that one's arguments are loaded."""
+    root = _Parser(prog="async_opd", description=ABOUT)
+    root.add_argument("--version", action="version", version=f"async_opd {__version__}")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    for name, (place, about) in COMMANDS.items():
+        sub = commands.add_parser(name, help=about)
+        if command in (None, name):
+            _loaded(place)(sub)
+    return root
+
+
+def _loaded(place: str) -> Any:
+    """The function ``module:name`` of this package. Nothing imports tools but by this."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"async_opd.{module}"), name)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``async_opd run``."""
+    parser.description = RUN
+    add_config(parser)
+    add_run_dir(parser)
     what = "continue the run in --run-dir after its newest checkpoint"
-    commands.choices["run"].add_argument("--resume", action="store_true", help=what)
+    parser.add_argument("--resume", action="store_true", help=what)
     what = "check everything that the run needs, without writing or starting anything"
-    commands.choices["run"].add_argument("--dry-run", action="store_true", help=what)
-    plan = commands.choices["plan"]
-    what = "GPUs to split among the pools (default: as many as the config uses)"
-    plan.add_argument("--gpus", type=int, metavar="N", help=what)
-    what = "directory for plan.svg (default: runs/, or the run directory)"
-    plan.add_argument("--out", metavar="DIR", help=what)
-    plan.add_argument("--json", action="store_true", help="print one JSON document instead")
-    return parser
-
-
-def _load(arguments: argparse.Namespace) -> RunConfig:
-    from async_opd.config.load import load_config
-
-    config = load_config(arguments.config, _overrides(arguments))
-    arguments.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
-    return config
-
-
-def _overrides(arguments: argparse.Namespace) -> list[str]:
-    run_dir = getattr(arguments, "run_dir", None)
-    flags = {
-        "async.staleness_threshold": arguments.staleness_threshold,
-        "async.sync_steps": arguments.sync_steps,
-        "run_dir": run_dir and json.dumps(run_dir),
-    }
-    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    return [*arguments.overrides, *given]
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    from async_opd.check import check
-
-    check(_load(arguments), arguments.config, arguments.redacted, arguments.load)
-    return OK
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from async_opd.plan.command import plan
-
-    plan(
-        arguments.config,
-        _overrides(arguments),
-        gpus=arguments.gpus,
-        out=arguments.out,
-        as_json=arguments.json,
-    )
-    return OK
+    parser.add_argument("--dry-run", action="store_true", help=what)
+    parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from async_opd.api import prepared
 
-    config = _load(arguments)
+    config = load_given(arguments)
     if arguments.resume and config.run_dir is None:
         message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
     if arguments.dry_run:
-        from async_opd.check import dry_run
-
+        dry_run = _loaded("tools.check:dry_run")
         dry_run(config, arguments.config, arguments.redacted, arguments.resume)
         return OK
     config, inputs = prepared(config, arguments.config, arguments.resume)

@@ -52,9 +52,9 @@ from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
 from async_opd.files.safe_open import private_files, write_atomically
 from async_opd.job import Job
-from async_opd.live_view.console import open_console
-from async_opd.live_view.live_file import LiveFile
 from async_opd.models.tokenizer import Text
+from async_opd.observability.live.console import open_console
+from async_opd.observability.live.live_file import LiveFile
 from async_opd.observability.run_log import SUMMARY, RunLog
 from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline

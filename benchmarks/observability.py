@@ -55,15 +55,15 @@ from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.core.level import Level
 from async_opd.core.reports import Interval, StepReport
 from async_opd.core.samples import DeadLetter
-from async_opd.live_view.console import LiveConsole, open_console
-from async_opd.live_view.live_file import LiveFile
 from async_opd.observability.activity import Activity
+from async_opd.observability.live.console import LiveConsole, open_console
+from async_opd.observability.live.live_file import LiveFile
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Sink
 from async_opd.observability.trace import Pools, TraceSink
 from async_opd.observability.wandb_sink import SERVICE, WandbSink
 from async_opd.pipeline import Pipeline
-from async_opd.plan.measure.lengths import Lengths
+from async_opd.tools.plan.measure.lengths import Lengths
 from benchmarks.cpu_costs import Segment, cpu_s, stage_pids, summary
 from benchmarks.pipeline import Prompts, _either
 

@@ -24,9 +24,9 @@ from typing import Any
 import uvloop
 
 from async_opd.config.sections.plan import PlanConfig
-from async_opd.plan.inputs import setting_of
-from async_opd.plan.setting import Setting
-from async_opd.plan.sim.simulation import simulate
+from async_opd.tools.plan.inputs import setting_of
+from async_opd.tools.plan.setting import Setting
+from async_opd.tools.plan.sim.simulation import simulate
 from benchmarks.pipeline import (
     CASES,
     LENGTHS,

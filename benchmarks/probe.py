@@ -3,7 +3,8 @@
     python -m benchmarks.probe [--seed N] [--pairs A-B …] [--steps N] [--cache DIR]
 
 Trains students and teachers of digit tasks from fixed seeds, probes each pair with the code of
-``async_opd.probe``, and distils it in one process with the real pipeline and learner. One core.
+``async_opd.tools.probe``, and distils it in one process with the real pipeline and learner, on one
+core.
 
     spearman         rank correlation of the probe's score with the gain in accuracy, over all pairs
     spearman_gain    the same over the pairs that gained at least 0.02
@@ -34,9 +35,9 @@ from async_opd.core.row import Row
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.uid import Uid
 from async_opd.grading.graders import exact
-from async_opd.probe.figures import PairFigures, figures_of
-from async_opd.probe.measuring import Asked, ask_student, ask_teacher, scored
-from async_opd.probe.verdict import verdicts
+from async_opd.tools.probe.figures import PairFigures, figures_of
+from async_opd.tools.probe.measuring import Asked, ask_student, ask_teacher, scored
+from async_opd.tools.probe.verdict import verdicts
 from benchmarks.probe_models import (
     END,
     Recipe,

@@ -4,8 +4,8 @@
     PYTHONPATH=. python docs/make_images.py runs/shown
 
 The report and its section of tokens are those of the run; the comparison is of two simulated runs:
-the real pipeline in virtual time (tests/report/pages.py), with accuracies that are made up. The
-images are 8-bit PNGs of the upper part of each page or section.
+the real pipeline in virtual time (tests/tools/report/pages.py), with accuracies that are made up.
+The images are 8-bit PNGs of the upper part of each page or section.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from async_opd.report.comparison import comparison
-from async_opd.report.forecast import forecast
-from async_opd.report.recorded_run import read_recorded_run
-from async_opd.report.run_report import report
-from async_opd.report.verdict import judge
-from tests.report.browser import chromium, opened
-from tests.report.pages import write_full_run
+from async_opd.tools.report.comparison import comparison
+from async_opd.tools.report.forecast import forecast
+from async_opd.tools.report.recorded_run import read_recorded_run
+from async_opd.tools.report.run_report import report
+from async_opd.tools.report.verdict import judge
+from tests.tools.report.browser import chromium, opened
+from tests.tools.report.pages import write_full_run
 
 IMAGES = Path(__file__).resolve().parent / "images"
 LOOKS = ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark"))

@@ -1,11 +1,11 @@
-"""Writes the tables of docs/import.md from those of ``async_opd.importing``."""
+"""Writes the tables of docs/import.md from those of ``async_opd.tools.importing``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from async_opd.importing.entries import UNSTATED, Entry, Meaningless, To
-from async_opd.importing.frameworks import FRAMEWORKS
+from async_opd.tools.importing.entries import UNSTATED, Entry, Meaningless, To
+from async_opd.tools.importing.frameworks import FRAMEWORKS
 
 FILE = Path(__file__).parent / "import.md"
 MARK = "<!-- tables, by python docs/make_import.py -->\n"

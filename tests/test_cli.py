@@ -72,6 +72,19 @@ def test_a_wrong_command_exits_2() -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["run", EXAMPLE, "seed=x"]])
+def test_a_run_loads_no_other_command(words: list[str]) -> None:
+    code = (
+        "import sys; from async_opd.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in sys.modules if m.startswith('async_opd.tools')])"
+    )
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
 def test_check_imports_neither_torch_nor_ray_nor_vllm() -> None:
     code = (
         "import sys; from async_opd.cli import main; main(sys.argv[1:]);"

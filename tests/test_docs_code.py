@@ -84,7 +84,7 @@ def words_of(line: str) -> list[str]:
 @pytest.mark.parametrize("line", commands())
 def test_a_command_is_one_of_the_command_line(line: str) -> None:
     words = words_of(line)
-    arguments, rest = cli._parser().parse_known_args(words)
+    arguments, rest = cli.parser().parse_known_args(words)
     overrides = [*getattr(arguments, "overrides", []), *rest]
     assert [word for word in rest if word.startswith("-")] == []
     assert not rest or "overrides" in arguments, rest
@@ -95,7 +95,7 @@ def test_a_command_is_one_of_the_command_line(line: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_options_named_in_a_text_exist(page: str) -> None:
     """In a text a command may be named without what it needs: `async_opd doctor --engines`."""
-    (known,) = (one for one in cli._parser()._actions if isinstance(one.choices, dict))
+    (known,) = (one for one in cli.parser()._actions if isinstance(one.choices, dict))
     for named in re.findall(r"`async_opd ([^`]+)`", FENCE.sub("", PAGES[page])):
         name, *words = re.sub(r"[\[\]…]", " ", named).split()
         if not name.startswith("-"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.browser import CHROMIUM, OVERFLOWING, chromium
+from tests.tools.report.browser import CHROMIUM, OVERFLOWING, chromium
 
 pytest.importorskip("material", reason="the extra docs is not installed")
 pytestmark = pytest.mark.slow

@@ -1,7 +1,7 @@
 """Keys of other frameworks that a config of ours may be given by mistake, and our name for each.
 
-``tests/importing/test_foreign_keys.py`` compares them with the tables of ``async_opd import``. By
-the last part of the key, since it stands in another section than there.
+tests/tools/importing/test_foreign_keys.py compares them with the tables of ``async_opd import``.
+By the last part of the key, since it stands in another section than there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
-"""Overrides on the command line: ``a.b.c=value``, alone or after ``--set``; their completion."""
+"""A config on the command line: its file, overrides (``a.b.c=value``), flags; their completion."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
 
 METAVAR = "a.b.c=value"
 
@@ -17,6 +21,47 @@ def add_trust(parser: argparse.ArgumentParser, whose: str) -> None:
     """Adds the flag of a command that is given somebody else's run directory or model."""
     what = f"run the code that {whose}, as you: only after you have read it"
     parser.add_argument(TRUST, action="store_true", help=what)
+
+
+def add_config(parser: argparse.ArgumentParser, given: str = "YAML file") -> None:
+    """Adds a config, its overrides, and flags for the keys that are tuned most."""
+    parser.add_argument("config", help=given)
+    add_overrides(parser)
+    what = "async.staleness_threshold: how far rollouts may run ahead of training, in versions"
+    parser.add_argument("--staleness-threshold", metavar="F", help=what)
+    what = "async.sync_steps: optimizer steps between two weight syncs"
+    parser.add_argument("--sync-steps", metavar="N", help=what)
+
+
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag for the run's directory."""
+    what = "run_dir: the directory for checkpoints, metrics and the trained student"
+    parser.add_argument("--run-dir", metavar="D", help=what)
+
+
+def load_given(given: argparse.Namespace) -> RunConfig:
+    """The config of a command with its overrides; ``given.redacted`` hides its secrets then.
+
+    ConfigError with all problems.
+    """
+    from async_opd.config.load import load_config
+    from async_opd.config.secrets import Redactor
+
+    config = load_config(given.config, all_overrides(given))
+    given.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+    return config
+
+
+def all_overrides(given: argparse.Namespace) -> list[str]:
+    """The overrides of a command, then its flags as overrides."""
+    run_dir = getattr(given, "run_dir", None)
+    flags = {
+        "async.staleness_threshold": getattr(given, "staleness_threshold", None),
+        "async.sync_steps": getattr(given, "sync_steps", None),
+        "run_dir": run_dir and json.dumps(run_dir),
+    }
+    named = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    return [*given.overrides, *named]
 
 
 def add_overrides(

@@ -23,7 +23,7 @@ from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
-from async_opd.plan.measure.lengths import Lengths
+from async_opd.tools.plan.measure.lengths import Lengths
 from benchmarks.simulated.trainer import SimulatedLearner, build_simulated_trainer
 from trainer.learner import LearnerReport
 from trainer.stage import TrainerStage

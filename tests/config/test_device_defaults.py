@@ -22,7 +22,7 @@ from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.plan import PlanConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.models.engine_args import Device, engine_kwargs, trainer_env
-from async_opd.plan.inputs import setting_of
+from async_opd.tools.plan.inputs import setting_of
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
 KEYS = ("max_num_seqs", "max_num_batched_tokens")

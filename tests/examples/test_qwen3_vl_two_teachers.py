@@ -19,7 +19,7 @@ from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.memory.pools import GIB, Machine
 from async_opd.models.model_size import ModelSize
-from async_opd.report.facts import gpus_of
+from async_opd.tools.report.facts import gpus_of
 from tests.examples.reference_shapes import write_models
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3_vl_two_teachers.yaml"

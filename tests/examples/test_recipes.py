@@ -12,7 +12,7 @@ from async_opd.checks.memory_fit import faults_of_memory, near
 from async_opd.config.load import load_config
 from async_opd.memory.pools import GIB, Machine
 from async_opd.models.model_size import ModelSize
-from async_opd.report.facts import gpus_of
+from async_opd.tools.report.facts import gpus_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 MOST_LINES = 40

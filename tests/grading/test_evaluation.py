@@ -13,7 +13,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from async_opd.grading.graders import Grade
 from tests.conftest import make_prompt, make_rollout
-from tests.plan.virtual import run_virtually
+from tests.tools.plan.virtual import run_virtually
 
 PROMPTS = tuple(make_prompt(uid) for uid in ("p", "q", "r"))
 

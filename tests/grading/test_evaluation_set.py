@@ -14,7 +14,7 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation_set import evaluation_of
 from tests.conftest import make_rollout
-from tests.plan.runs import CONFIG
+from tests.tools.plan.runs import CONFIG
 
 
 async def test_the_event_loop_goes_on_between_the_answers_that_are_graded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from async_opd.config.sections.log import LogConfig
 from async_opd.core.level import Level
 from async_opd.observability.log_line import LEVELS, is_shown, json_line
 from async_opd.observability.run_log import RunLog
-from async_opd.report.recorded_run import messages
+from async_opd.tools.report.recorded_run import messages
 from tests.observability.test_run_log import Clock, Recorder, config
 
 HOSTILE = "student/0 is ejected: \x1b[2J\n2026-11-22T01:00:00 completed"

@@ -99,7 +99,7 @@ RUN = """
 import asyncio, json, sys, time
 from pathlib import Path
 import uvloop
-from async_opd.live_view.console import open_console
+from async_opd.observability.live.console import open_console
 from async_opd.observability.run_log import RunLog
 from tests.observability.test_run_log import config
 

@@ -18,29 +18,30 @@ PLAIN = {
     "async_opd/checkpoint/store.py: load": "a checkpoint, after every byte of it was compared",
     "async_opd/data/files.py: file_rows": "the folder of images, which are opened below it",
     "async_opd/data/hub.py: _downloaded": "the hub's cache, to which a list is added",
-    "async_opd/evaluate.py: _model_in": "a model's directory, which the checks of a run look at",
-    "async_opd/given_run.py: given_run": "the directory that was given",
-    "async_opd/given_run.py: given_config": "the directory that was given, for relative paths",
+    "async_opd/tools/evaluate.py: _model_in": "a model's directory, which is checked",
+    "async_opd/tools/given_run.py: given_run": "the directory that was given",
+    "async_opd/tools/given_run.py: given_config": "the given directory, for relative paths",
     "async_opd/observability/wandb_sink.py: _wandb_table": "a thumbnail, which wandb reads",
-    "async_opd/report/command.py: _report": "the directory that was given, for report.html",
-    "async_opd/report/recorded_run.py: read_summary": "the directory that was given, to be shown",
+    "async_opd/tools/report/command.py: _report": "the directory that was given, for report.html",
+    "async_opd/tools/report/recorded_run.py: read_summary": "the given directory, to be shown",
 }
 """Functions that take a plain path from the type."""
 READERS = (
-    *("async_opd/report/", "async_opd/inspecting/", "async_opd/live_view/", "async_opd/replay/"),
-    *("async_opd/microscope/", "async_opd/pictures/", "async_opd/checkpoint/", "async_opd/plan/"),
-    *("async_opd/accounting/", "async_opd/export.py", "async_opd/evaluate.py", "async_opd/data/"),
-    *("async_opd/given_run.py", "async_opd/observability/loggers/", "trainer/replay/"),
+    *("async_opd/tools/report/", "async_opd/tools/inspecting/", "async_opd/tools/replay/"),
+    *("async_opd/tools/plan/", "async_opd/tools/export.py", "async_opd/tools/evaluate.py"),
+    *("async_opd/tools/given_run.py", "async_opd/tools/watch.py", "async_opd/observability/live/"),
+    *("async_opd/microscope/", "async_opd/pictures/", "async_opd/checkpoint/", "async_opd/data/"),
+    *("async_opd/accounting/", "async_opd/observability/loggers/", "trainer/replay/"),
 )
 """Where directories are read that somebody else may have filled."""
 OTHERS = {
     "async_opd/checkpoint/earlier_run.py: _replace": "files that this process has downloaded",
     "async_opd/checkpoint/store.py: _refuse_other_files": "a checkpoint that is being written",
     "async_opd/data/arrow_rows.py: _batches": "the name of a file that is held open",
-    "async_opd/live_view/live_file.py: started_at": "/proc",
+    "async_opd/observability/live/live_file.py: started_at": "/proc",
     "async_opd/microscope/record.py: from_bytes": "bytes in memory",
     "async_opd/observability/loggers/environment.py: cpu_name": "/proc",
-    "async_opd/report/page.py: page": "the package's own scripts",
+    "async_opd/tools/report/page.py: page": "the package's own scripts",
 }
 """Functions there that open other files by a plain path."""
 MOST = 20

@@ -17,10 +17,10 @@ import yaml
 from async_opd.cluster import launch
 from async_opd.files.durable import written_file
 from async_opd.files.kept_steps import KEPT, kept_name
-from async_opd.replay.kept_run import replay_plan
+from async_opd.tools.replay.kept_run import replay_plan
 from tests.fuzz.command import STUDENT, Said, command
-from tests.replay import kept
-from tests.test_export import run_of
+from tests.tools.replay import kept
+from tests.tools.test_export import run_of
 from trainer.replay.kept_step import KeptStep, Record, StepResult, write_kept
 
 EXAMPLE = kept.QUICKSTART

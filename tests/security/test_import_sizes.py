@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_opd.core.errors import ConfigError
-from async_opd.importing.command import imported
+from async_opd.tools.importing.command import imported
 
 LONG = "a" * 60_000
 MANY = range(100)

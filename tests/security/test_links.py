@@ -28,7 +28,7 @@ from tests.checkpoint.test_mirror import LocalRun
 from tests.checks.inputs import config
 from tests.fuzz.command import Said, command
 from tests.security.hostile_data import GOOD, datasets_folder, lines
-from tests.test_export import run_of
+from tests.tools.test_export import run_of
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 

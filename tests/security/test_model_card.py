@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.fuzz.command import command
-from tests.test_export import run_of
+from tests.tools.test_export import run_of
 
 
 @pytest.fixture(scope="module")

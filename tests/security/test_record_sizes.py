@@ -24,11 +24,11 @@ from async_opd.files.foreign import ForeignPath
 from async_opd.files.json_lines import metrics_rows
 from async_opd.files.origin import ORIGIN, read_origins
 from async_opd.files.run_format import write_run_format
-from async_opd.live_view.live_file import LIVE_FILE, read_live
 from async_opd.microscope.folder import MICROSCOPE, RecordWriter, records, unreadable
 from async_opd.microscope.record import FILE_BYTES, RecordError, from_bytes, to_bytes
-from async_opd.report.recorded_run import read_summary
-from async_opd.report.sample_lives import read_lives
+from async_opd.observability.live.live_file import LIVE_FILE, read_live
+from async_opd.tools.report.recorded_run import read_summary
+from async_opd.tools.report.sample_lives import read_lives
 from tests.checkpoint.test_mirror import LocalRun, sync
 from tests.microscope.samples import record
 

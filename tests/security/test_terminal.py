@@ -23,8 +23,8 @@ from async_opd.core.samples import DeadLetter, Header
 from async_opd.grading.grader_output import READ_BYTES, SHOWN_BYTES, GraderOutput
 from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.grading.graders import GradeError
-from async_opd.live_view.console import LiveConsole, PlainConsole
-from async_opd.live_view.view_state import ViewState
+from async_opd.observability.live.console import LiveConsole, PlainConsole
+from async_opd.observability.live.view_state import ViewState
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Sink
 from async_opd.observability.terminal import terminal_on
@@ -135,7 +135,7 @@ def test_the_command_line_escapes_what_an_error_quotes(
     def load(*_: Any) -> None:
         raise ConfigError([Problem(HOSTILE, "key", HOSTILE, HOSTILE)])
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "load_given", load)
     assert cli.main(["run", "config.yaml"]) == cli.BAD_INPUT
     told = capsys.readouterr().err
     assert commands(told) == []

@@ -1,1 +1,0 @@
-"""The saved wandb workspace of a run: its panels, and what each of them tells."""

@@ -1,0 +1,227 @@
+"""What a live view shows: the newest values by pool, topic and data source, and their curves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from async_opd.config.run_config import RunConfig
+from async_opd.core.printable import on_one_line
+from async_opd.core.stages import DEAD, STALE
+from async_opd.observability.live.curve import Curve
+from async_opd.observability.terminal import duration
+from async_opd.waiting.waits import WAITING
+
+MESSAGES = 5
+MESSAGE_CHARACTERS = 1000
+"""The longest message; run.log has all of it."""
+CURVES = {
+    "loss": ("loss/total", "{:.4g}"),
+    "gradient norm": ("train/grad_norm", "{:.3g}"),
+    "response tokens": ("train/mean_response_tokens", "{:.4g}"),
+    "staleness": ("staleness/mean", "{:.2f}"),
+    "samples/s": ("perf/samples_per_s", "{:.4g}"),
+    "overlap": ("perf/overlap", "{:.0%}"),
+}
+"""Metric and format of each curve but those of accuracies."""
+MAX_CURVES = 64
+
+
+@dataclass(frozen=True)
+class PoolRow:
+    """A pool's newest values; None for a value that it has not reported.
+
+    ``busy`` is the share of the last step's time, between 0 and 1, ``in_flight`` the requests or
+    calls under way. The curves are of the steps so far. Of a run that has ended, whose last steps
+    drain the pools, ``busy`` and ``tokens_per_s`` are means over its steps.
+    """
+
+    name: str
+    tokens_per_s: float | None
+    busy: float | None
+    in_flight: float | None
+    waits_for: str
+    busy_curve: Curve
+    tokens_curve: Curve
+
+
+@dataclass(frozen=True)
+class TopicRow:
+    """Samples of a topic: ready, and leased to a consumer."""
+
+    name: str
+    ready: float
+    leased: float
+
+
+@dataclass(frozen=True)
+class CurveRow:
+    """A metric's newest value as text, and its curve."""
+
+    name: str
+    value: str
+    curve: Curve
+
+
+class ViewState:
+    """Keeps the newest value of every metric, any of which may be missing.
+
+    One thread posts while another one reads: containers are replaced, never changed.
+    """
+
+    def __init__(self, config: RunConfig, clock: Callable[[], float] = time.time) -> None:
+        self.steps = config.train.steps
+        self.topic_samples = min(config.queue.max_samples, config.max_in_flight)
+        """The most samples that a topic can have, to which bars of topics are drawn."""
+        self.step = 0
+        self.ended = False
+        self.metrics: Mapping[str, float] = {}
+        self.messages: tuple[str, ...] = ()
+        teachers = (on_one_line(f"teacher/{name}") for name in config.teachers)
+        self._pools = ("rollout", *teachers, "train")
+        self._curve_keys = {key for key, _ in CURVES.values()} | {
+            f"{pool}/{of}" for pool in self._pools for of in ("busy", "tokens_per_s")
+        }
+        self._curves: Mapping[str, Curve] = {}
+        self._waits: Mapping[str, str] = {}
+        self._clock = clock
+        self._started = self._last = clock()
+        self._origin: tuple[int, float] | None = None
+
+    def post(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Updates the metrics."""
+        now = self._clock()
+        late = any(key.startswith("eval/") for key in metrics)  # training goes on meanwhile
+        if self._origin is None or (step <= self._origin[0] and not late):
+            self._origin = (step, now)
+        if step > self.step:
+            self._last = now
+        self.step = max(self.step, step)
+        self.metrics = {**self.metrics, **metrics}
+        followed = {key: metrics[key] for key in self._curve_keys & metrics.keys()}
+        for prefix in ("eval_initial", "eval"):
+            followed |= {f"eval/{s}/accuracy": a for s, a in accuracies(metrics, prefix).items()}
+        for key, value in followed.items():
+            self._curve(key).add(value)
+
+    def rewind(self) -> None:
+        """Called when the run goes back to a checkpoint; the curves keep what happened."""
+        self.step, self._origin = 0, None
+
+    def began(self, moment: float) -> None:
+        """Sets the time, in seconds since the epoch, from which ``elapsed_s`` counts."""
+        self._started = moment
+
+    def forget(self) -> None:
+        """Called before all of a run's rows come once more: what they said is forgotten."""
+        self.rewind()
+        self.metrics, self._curves = {}, {}
+
+    def post_waits(self, waits: Mapping[str, str]) -> None:
+        """Updates what pools wait for."""
+        self._waits = {**self._waits, **waits}
+
+    def post_message(self, text: str) -> None:
+        """Appends a message and drops all but the last few, and all that were waited for before."""
+        waits = text.startswith(WAITING)
+        before = (one for one in self.messages if not (waits and one.startswith(WAITING)))
+        self.messages = (*before, text[:MESSAGE_CHARACTERS])[-MESSAGES:]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the state was made, or since the moment that ``began`` was told."""
+        return self._clock() - self._started
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last step at the mean pace so far; None before the second step.
+
+        The pace counts from the first line logged, which excludes the start of the engines.
+        """
+        if self._origin is None or self.step <= self._origin[0]:
+            return None
+        origin_step, origin_time = self._origin
+        pace = (self._last - origin_time) / (self.step - origin_step)
+        return max(self._last + pace * (self.steps - self.step) - self._clock(), 0.0)
+
+    @property
+    def times(self) -> str:
+        """How long the run has taken, and will take at this pace."""
+        left = self.left_s
+        remaining = duration(left) if left is not None else "?"
+        return f"{duration(self.elapsed_s)} elapsed, {remaining} left"
+
+    @property
+    def pools(self) -> list[PoolRow]:
+        """Rollout, each teacher, training."""
+        metrics = self.metrics
+        return [
+            PoolRow(
+                name=pool,
+                tokens_per_s=self._value(f"{pool}/tokens_per_s"),
+                busy=self._value(f"{pool}/busy"),
+                in_flight=metrics.get(f"{pool}/in_flight"),
+                waits_for=self._waits.get(pool, ""),
+                busy_curve=self._curves.get(f"{pool}/busy", Curve()),
+                tokens_curve=self._curves.get(f"{pool}/tokens_per_s", Curve()),
+            )
+            for pool in self._pools
+        ]
+
+    def _value(self, key: str) -> float | None:
+        """The newest value, or the mean over the steps of a run that has ended."""
+        mean = self._curves[key].mean if self.ended and key in self._curves else None
+        return self.metrics.get(key) if mean is None else mean
+
+    @property
+    def topics(self) -> list[TopicRow]:
+        """Every topic that reported its depth; those of stale and lost samples if they have any."""
+        ready = dict(_between(self.metrics, "queue/", "/ready"))
+        leased = dict(_between(self.metrics, "queue/", "/leased"))
+        rows = [
+            TopicRow(name, ready.get(name, 0.0), leased.get(name, 0.0))
+            for name in sorted(ready.keys() | leased.keys())
+        ]
+        return [row for row in rows if row.name not in (STALE, DEAD) or row.ready + row.leased]
+
+    @property
+    def curves(self) -> list[CurveRow]:
+        """The curves of those of ``CURVES`` that have a value, and of each source's accuracy."""
+        found = [
+            CurveRow(name, form.format(self.metrics[key]), self._curves.get(key, Curve()))
+            for name, (key, form) in CURVES.items()
+            if key in self.metrics
+        ]
+        return found + [
+            CurveRow(
+                f"accuracy {source}",
+                f"{value:.1%}",
+                self._curves.get(f"eval/{source}/accuracy", Curve()),
+            )
+            for source, value in self.accuracies.items()
+        ]
+
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """The newest accuracy of each data source."""
+        return accuracies(self.metrics, "eval_initial") | accuracies(self.metrics, "eval")
+
+    def _curve(self, key: str) -> Curve:
+        """The curve of a metric; one that nobody shows beyond ``MAX_CURVES`` accuracies."""
+        if key not in self._curves:
+            if len(self._curves) >= MAX_CURVES + len(self._curve_keys):
+                return Curve()
+            self._curves = {**self._curves, key: Curve()}
+        return self._curves[key]
+
+
+def accuracies(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """``<prefix>/<source>/accuracy`` by data source."""
+    return dict(_between(metrics, f"{prefix}/", "/accuracy"))
+
+
+def _between(metrics: Mapping[str, float], prefix: str, suffix: str) -> Iterator[tuple[str, float]]:
+    for key, value in metrics.items():
+        if key.startswith(prefix) and key.endswith(suffix) and len(key) > len(prefix + suffix):
+            yield key[len(prefix) : -len(suffix)], value

@@ -1,0 +1,212 @@
+"""``async_opd check`` and ``run --dry-run``: what a run would take; or every problem of it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from async_opd.accounting.journal import LEDGER
+from async_opd.accounting.lineage import is_on_the_way
+from async_opd.api import checked
+from async_opd.checkpoint.earlier_run import (
+    is_completed,
+    left_in,
+    newest_mirrored,
+    refuse_another,
+    refuse_begun,
+    refuse_mirrored,
+)
+from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.store import FOLDER, Checkpoints
+from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine, with_defaults
+from async_opd.checks.preflight import Inputs
+from async_opd.checks.resources import pools, resolve_device
+from async_opd.config.device_defaults import resolved
+from async_opd.config.load import dump_config
+from async_opd.config.overrides import add_config, add_run_dir, load_given
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import Redactor
+from async_opd.core.printable import escaped, indented, on_one_line
+from async_opd.data.hub import with_cached_data
+from async_opd.data.mixture import with_steps
+from async_opd.data.template_date import with_template_date
+from async_opd.files.kept_steps import KEPT
+from async_opd.files.origin import ORIGIN
+from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
+from async_opd.grading.evaluation_files import EVALS
+from async_opd.microscope.folder import MICROSCOPE
+from async_opd.models.hub import named_models, with_cached
+from async_opd.models.model_files import ModelError
+from async_opd.observability.live.live_file import LIVE_FILE
+from async_opd.observability.run_log import METRICS, RUN_LOG, SUMMARY
+from async_opd.observability.terminal import terminal_on
+from async_opd.observability.trace import TRACE
+from async_opd.queue.sizes import images_in_words, in_mib, kept_in_words, payloads, traffic
+
+if TYPE_CHECKING:
+    from async_opd.models.engine_args import Device
+
+ABOUT = """\
+Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
+with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
+it finds, each with a remedy. Looks for the files of code that the config names; without --load it
+runs none of it, and sends no key.
+
+  async_opd check config.yaml rollout.replicas=4
+  async_opd check config.yaml --load
+"""
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``async_opd check``."""
+    parser.description = ABOUT
+    add_config(parser)
+    add_run_dir(parser)
+    what = "run the code that the config names (loss, graders, sources, loggers, transport), too, "
+    what += "and send servers of teachers their keys"
+    parser.add_argument("--load", action="store_true", help=what)
+    parser.set_defaults(command=_check)
+
+
+def _check(given: argparse.Namespace) -> int:
+    check(load_given(given), given.config, given.redacted, given.load)
+    return 0
+
+
+def check(
+    config: RunConfig, where: str, redacted: Redactor, load: bool
+) -> tuple[RunConfig, Inputs]:
+    """Prints the config with all defaults, its pools, memory and bytes; returns it with its rows.
+
+    ``where`` is the config's file; ``load`` as for ``checked``. ConfigError with all problems.
+    """
+    config, inputs = checked(config, where, load)
+    device = resolve_device(config)
+    complete = with_defaults(config, device)
+    print(escaped(redacted(dump_config(complete))))
+    table = Table("pool", "replicas", "device each", "model", title="pools")
+    for pool in pools(config):
+        each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
+        each += f", {pool.shares}'s" if pool.shares else ""
+        table.add_row(pool.name, str(pool.replicas), each, pool.model)
+    terminal_on(None).print(table)
+    _print_memory(config, device)
+    cluster = config.cluster
+    if cluster.joins is not None and cluster.device == "auto":
+        would = f"a run asks the cluster at {cluster.joins}, and takes cpu if it has no GPU"
+        inputs.notes.append(f"cluster.device: auto is taken for {device} here; {would}")
+    for note in inputs.notes:
+        print(indented(redacted(f"note: {note}")))
+    print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
+    pictured = [row for rows in inputs.checked for row in rows if row.images]
+    asked = [(config.teacher_of(row.data_source), row.images) for row in pictured]
+    if shown := [(name, sum(one.nbytes for one in images)) for name, images in asked if name]:
+        print(escaped(images_in_words(config, shown)))
+    training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
+    print(f"{training} training prompts, {evaluation} evaluation prompts")
+    return complete, inputs
+
+
+def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> None:
+    """Prints what ``check`` prints, where the run would begin, and what it would write.
+
+    Nothing is written, downloaded or started; code that the config names is imported, as by the
+    run. ConfigError with all problems; also for a run directory in which the run could not begin,
+    or with ``resume`` go on.
+    """
+    dated = with_template_date(with_cached(config, [])[0], resume).data.template_date
+    data = config.data.model_copy(update={"template_date": dated})
+    config = config.model_copy(update={"data": data})  # the rows that are left depend on it
+    complete, inputs = check(config, where, redacted, load=True)
+    if config.checkpoint.mirror is not None and not resume:
+        refuse_mirrored(config.checkpoint.mirror)
+    if config.run_dir is not None and not resume:
+        refuse_begun(Path(config.run_dir).absolute())
+    elif config.run_dir is not None:
+        print(on_one_line(_resumed(config, inputs, where, Path(config.run_dir).absolute())))
+    named = config.run_dir or f"runs/{config.name}-DATE"
+    print(escaped(redacted(f"the run would write {named}/: {', '.join(outputs(complete))}")))
+
+
+def _resumed(config: RunConfig, inputs: Inputs, where: str, run_dir: Path) -> str:
+    """Where a resumed run would go on, in words. ConfigError for a run of another config."""
+    if left_in(run_dir) or (run_dir / FORMAT_FILE).exists():
+        refuse_other_formats(run_dir)
+    local, _ = with_cached_data(with_cached(config, [])[0], where, [])
+    sources = [*local.data.train, *local.data.eval]
+    if any(one.is_hub_id for one in named_models(local)) or any(one.absent for one in sources):
+        return f"{run_dir} is compared with the config after the downloads of the run"
+    local = with_steps(with_template_date(local, resume=True), inputs.train)
+    now = identity(resolved(local, resolve_device(local)), inputs.checked)
+    refuse_another(run_dir / FOLDER, now)
+    if is_completed(run_dir):
+        return f"{run_dir} is completed already"
+    store, mirror = Checkpoints(run_dir / FOLDER, 1), config.checkpoint.mirror
+    way, lineages = store.lineage(), store.lineages().items()
+    left = {step for step, its in lineages if not is_on_the_way(step, its, way)}
+    step = max({0, *store.steps()} - left)
+    newest = 0 if mirror is None else newest_mirrored(mirror, run_dir)
+    if newest > step:
+        return (
+            f"the run takes step {newest} from {mirror}, if it is whole, and would go on after it"
+        )
+    return f"the run would go on after step {step} of {config.train.steps}"
+
+
+def outputs(config: RunConfig) -> list[str]:
+    """The files and folders of the run directory of a run that completes without a fault."""
+    log = config.log
+    optional = {
+        EVALS: bool(config.data.eval) and config.eval.samples_mib > 0,
+        MICROSCOPE: log.microscope.share > 0,
+        KEPT: log.replay,
+        "best": config.checkpoint.keep_best is not None,
+        "wandb": log.wandb != "off",
+        "wandb_run.json": log.wandb != "off",
+        "tensorboard": "tensorboard" in log.loggers,
+    }
+    always = (
+        *("config.yaml", FORMAT_FILE, ORIGIN, METRICS, LEDGER, RUN_LOG, SUMMARY, TRACE),
+        *(LIVE_FILE, FOLDER, "model", "ray_logs"),
+    )
+    return [*always, *(name for name, written in optional.items() if written)]
+
+
+def _print_memory(config: RunConfig, device: Device) -> None:
+    """A table with the bytes of each pool's processes, as far as models are on this machine."""
+    machine = this_machine(config, device)
+    title = "memory of each process at its peak"
+    if machine.total is not None:
+        title += f" ({'each GPU' if device == 'cuda' else 'this host'}: {in_gib(machine.total)})"
+    table = Table("pool", "processes", "of", "bytes", "terms", title=title)
+    try:
+        for row in memory_rows(with_cached(config, [])[0], machine):
+            table.add_row(*row)
+    except ModelError as error:  # of the hub, and not in its cache
+        print(escaped(f"memory: unknown, {error.message}"))
+        return
+    terminal_on(None).print(table)
+
+
+def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:
+    """The bytes that a step moves and that the queue holds, in words."""
+    found = payloads(config, device)
+    unknown = sorted(config.teachers.keys() - {one.teacher for one in found})
+    most = traffic(config, found, prompt_tokens or 0)
+    lines = [
+        *(
+            f"teacher {one.teacher}: {one.kind}, {one.rollout} bytes a response token of a "
+            f"rollout, {one.sample} of a sample"
+            for one in found
+        ),
+        *(f"teacher {name}: its model is not on this machine: payload unknown" for name in unknown),
+        f"at most, with {config.rollout.max_tokens} response tokens: a rollout "
+        f"{in_mib(most.rollout)}, a sample {in_mib(most.sample)}; a step moves "
+        f"{in_mib(most.step_rollouts)} of rollouts and {in_mib(most.step_samples)} of samples "
+        f"through the queue, which holds {in_mib(most.queue)}",
+        *([kept_in_words(config, most)] if config.log.replay else []),
+    ]
+    return "\n".join(lines)

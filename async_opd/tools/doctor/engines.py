@@ -1,0 +1,363 @@
+"""``doctor --engines``: starts what a run starts, and measures how far its parts are apart.
+
+    all pools ──► responses of the student, one update pushed and proven ──► student's floor
+    one scoring engine with the student's weights ──► the same tokens ──┘
+    each teacher's replicas, one teacher after the other ──► disagreement of its replicas
+
+Nothing of the run is kept: the pools have a directory that is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from async_opd.accounting.images import kept
+from async_opd.checks.memory_fit import with_defaults
+from async_opd.checks.models import quantization
+from async_opd.checks.preflight import preflight
+from async_opd.checks.resources import resolve_device, with_device
+from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.loss import K1Config
+from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
+from async_opd.core.arrays import Float32
+from async_opd.core.batch import Batch
+from async_opd.core.errors import ConfigError, RolloutFault, StageError
+from async_opd.core.samples import Prompt, Rollout, Sample
+from async_opd.core.scores import SampledLogprobs
+from async_opd.core.stages import SamplingSpec
+from async_opd.data.answers import supervised
+from async_opd.data.hub import fetched_data
+from async_opd.data.prompts import to_prompt
+from async_opd.files.safe_open import private_files
+from async_opd.models.engine_args import Device
+from async_opd.models.hub import localize
+from async_opd.models.model_files import ModelFiles, is_hub_id, sees
+from async_opd.models.tokenizer import Text
+from async_opd.tools.doctor.agreement import Agreement
+from async_opd.tools.doctor.finding import Finding
+from async_opd.tools.doctor.prompts import sampled
+from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.weight_sync.held_rows import Kind, by_kind
+
+if TYPE_CHECKING:
+    from async_opd.cluster.launch import LaunchedStages
+    from async_opd.weight_sync.layout import WeightMeta
+
+TOPIC = "engines"
+PROMPTS, RESPONSE_TOKENS = 32, 64
+BOUND = "four times the rounding that the first weight sync measured"
+FRESHNESS: dict[Kind, tuple[str, str, str]] = {
+    "text": ("held rows", "sync/freshness_nats", "sync/freshness_limit_nats"),
+    "image": (
+        "the held row with an image",
+        "sync/freshness_image_nats",
+        "sync/freshness_image_limit_nats",
+    ),
+}
+"""Held rows of each kind, and the metrics of their distance and of its bound."""
+IMAGE_MASS = "; or tokens that stand for images have that mass: no rollout engine samples them"
+DTYPES = "give rollout.engine and teachers.*.engine the same dtype and head_dtype as the trainer"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The student's responses under its first weights, and what its syncs proved.
+
+    ``responses`` were sampled at temperature 1. ``first`` and ``update`` are the metrics of the
+    first sync and of that of one changed version; ``meta`` is the first one's.
+    """
+
+    responses: list[Rollout]
+    meta: WeightMeta
+    first: Mapping[str, float]
+    update: Mapping[str, float]
+
+
+async def examine_engines(
+    config: RunConfig,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    folder: Path,
+    notify: Callable[[str], None],
+) -> list[Finding]:
+    """Findings of all measurements; an error of one ends it alone, except that of the pools.
+
+    ``folder`` is the run directory of the pools.
+    """
+    quick = _measuring(config, folder)
+    notify("starting all pools")
+    try:
+        measured = await _of_pools(quick, device, eos_ids, prompts)
+    except Exception as error:  # Ray raises the bare class if it cannot start
+        return [_failed("the pools of the run", error)]
+    found = [*_synced(measured, quantization(config, ModelFiles.read(config.student.model)))]
+    bound = max(_bound_of(measured.first, kind) for kind in FRESHNESS)
+    notify("starting a scoring engine with the student's weights")
+    found += await _scored_by_itself(quick, device, eos_ids, prompts, measured, bound)
+    for name in config.teachers:
+        notify(f"starting teacher {name}")
+        own = [one for one in measured.responses if _may_score(config, name, one)]
+        found += await _of_teacher(quick, name, device, eos_ids, prompts, own, bound)
+    return found
+
+
+def _measuring(config: RunConfig, folder: Path) -> RunConfig:
+    """The config with every sync proven, and teachers on their own that score sampled tokens."""
+    sync = config.sync.model_copy(update={"verify_every": 1, "on_wrong_weights": "stop"})
+    teachers = {
+        name: teacher.model_copy(update={"refresh_every": 0})
+        if isinstance(teacher, SelfTeacher)
+        else teacher
+        for name, teacher in config.teachers.items()
+    }
+    parts = {"sync": sync, "teachers": teachers, "run_dir": str(folder)}
+    return config.model_copy(update=parts)
+
+
+async def _of_pools(
+    config: RunConfig, device: Device, eos_ids: tuple[int, ...], prompts: Sequence[Prompt]
+) -> Measured:
+    """Starts all pools, as the run does, and measures them. StageError."""
+    from async_opd.cluster.launch import launch
+
+    async with launch(config, device=device, eos_ids=eos_ids) as stages:
+        work = _measure(config, stages, prompts)
+        bounded = Deadline("doctor").within(
+            config.timeouts.stall_s, "measuring the pools", work, "raise timeouts.stall_s"
+        )
+        return await race(bounded, _ended(stages))
+
+
+async def _ended(stages: LaunchedStages) -> Any:
+    """Runs the rollout stage, which serves requests; it ends with an error only."""
+    await stages.rollouter.run()
+    raise StageError("rollouter", "it ended while the doctor measured")
+
+
+async def _measure(
+    config: RunConfig, stages: LaunchedStages, prompts: Sequence[Prompt]
+) -> Measured:
+    meta = await stages.rollouter.snapshot(0, True)
+    first = await stages.rollouter.push()
+    tokens = min(RESPONSE_TOKENS, config.rollout.max_tokens)
+    asked = SamplingSpec(max_tokens=tokens, temperature=1.0, top_p=1.0, n=1)
+    async with kept(stages.queue, "doctor", prompts):
+        responses = await stages.rollouter.generate(prompts, asked)
+        responses = [one for one in responses if len(one.rollout_logprobs)]
+        samples = list(Batch.packed(list(map(supervised, responses))))
+        await stages.trainer.supervise(samples, config.train.lr)
+    await stages.rollouter.snapshot(1)
+    update = await stages.rollouter.push()
+    return Measured(responses, meta, first.metrics, update.metrics)
+
+
+def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
+    """The largest distance in nats that rounding explains; 0 if no such rows were compared."""
+    return metrics.get(FRESHNESS[kind][2], 0.0)
+
+
+def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
+    """Results of the two syncs: trainer and rollout engines on held rows; one update.
+
+    ``quantized_by``: the key by which the engines are quantized, which hides outdated weights.
+    """
+    for what, metrics in (("first weights", measured.first), ("one update", measured.update)):
+        replicas = sum(key.endswith("/freshness_nats") for key in metrics if "student" in key)
+        if "sync/freshness_nats" not in metrics:
+            message = f"{what}: the trainer and the rollout engines were not compared"
+            yield Finding(TOPIC, "warning", message, "set sync.verify_every")
+            continue
+        for rows, key, limit in FRESHNESS.values():
+            if key not in metrics:
+                continue
+            found, bound = metrics[key], metrics[limit]
+            message = (
+                f"{what}, rollout engines against trainer: mean |Δ| {found:.2g} nats on {rows}, "
+                f"bound {bound:.2g} ({BOUND}); replicas with the trainer's weights: {replicas}"
+            )
+            fresh = found <= bound and not metrics.get("sync/wrong_weights")
+            if fresh and quantized_by:
+                message += f"; no proof: quantized engines ({quantized_by}) hide outdated weights"
+                yield Finding(TOPIC, "warning", message, "use engines that are not quantized")
+                continue
+            yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
+
+
+def _may_score(config: RunConfig, name: str, rollout: Rollout) -> bool:
+    """Whether a teacher can compute it: one that reads text only gets no images in a run either."""
+    prompt = rollout.prompt
+    return not prompt.media or config.teacher_of(prompt.data_source) == name
+
+
+async def _scored_by_itself(
+    config: RunConfig,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    measured: Measured,
+    bound: float,
+) -> list[Finding]:
+    """The floor: the student in a scoring engine against the rollout engine and the trainer."""
+    alone = with_itself_as_teacher(config, {one.data_source for one in prompts if one.media})
+    reference = measured.meta.reference
+    held = [] if reference is None else [row.rollout() for row in reference.rows]
+    shown = [*prompts, *(one.prompt for one in held)]
+    asked = [*measured.responses, *held]
+    try:
+        (scores,) = await _scores(alone, ITSELF, device, eos_ids, shown, asked)
+    except Exception as error:  # Ray raises the bare class if it cannot start
+        return [_failed("the scoring engine with the student's weights", error)]
+    count = len(measured.responses)
+    answered = Agreement.of([one.rollout_logprobs for one in measured.responses], scores[:count])
+    what = "its responses, rollout engine against scoring engine"
+    lines = [_floor(what, answered, bound, IMAGE_MASS if sees(config.student.model) else "")]
+    if reference is not None:
+        for kind, indices in by_kind(reference.rows).items():
+            pairs = [(reference.logprobs[at], scores[count + at]) for at in indices]
+            rows = Agreement.of(*map(list, zip(*pairs, strict=True)))
+            what = f"{FRESHNESS[kind][0]}, trainer against scoring engine"
+            lines.append(_floor(what, rows, _bound_of(measured.first, kind)))
+    return lines
+
+
+def _floor(what: str, found: Agreement, bound: float, other_cause: str = "") -> Finding:
+    message = f"mismatch floor, the student by itself: {what}: {found}; bound {bound:.2g}"
+    if not found.tokens:
+        message = f"mismatch floor, the student by itself: {what}: not measured, without any token"
+        return Finding(TOPIC, "warning", message, "see why responses are empty: doctor's prompts")
+    fits = found.mean <= bound
+    return Finding(
+        TOPIC, "ok" if fits else "warning", message, "" if fits else DTYPES + other_cause
+    )
+
+
+async def _of_teacher(
+    config: RunConfig,
+    name: str,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    responses: Sequence[Rollout],
+    bound: float,
+) -> list[Finding]:
+    """How far a teacher's replicas are apart, and a served one from weights on this machine."""
+    teacher, own = config.teachers[name], with_one_teacher(config, name)
+    model = teacher.model if isinstance(teacher, EndpointTeacher) else None
+    try:
+        scores = await _scores(own, name, device, eos_ids, prompts, responses)
+        weights: list[list[Float32]] = []
+        if model is not None and not is_hub_id(model):
+            local = VllmTeacher(model=model, sources=teacher.sources)
+            loaded = own.model_copy(update={"teachers": {name: local}})
+            weights = await _scores(loaded, name, device, eos_ids, prompts, responses)
+    except Exception as error:  # Ray raises the bare class if it cannot start
+        return [_failed(f"teachers.{name}", error)]
+    signal = Agreement.of(scores[0], [one.rollout_logprobs for one in responses]).mean
+    pairs = [Agreement.of(one, other) for one, other in combinations(scores, 2)]
+    if pairs:
+        worst = max(pairs, key=lambda one: one.mean)
+        who = f"the two of its {len(scores)} replicas that are farthest apart"
+        lines = [_apart(name, who, worst, signal, bound)]
+    else:
+        message = f"teachers.{name}: one replica; from the student it is {signal:.2g} nats"
+        lines = [Finding(TOPIC, "ok", message)]
+    for one in weights:
+        served = Agreement.of(scores[0], one)
+        lines.append(_apart(name, "its server and its weights", served, signal, bound))
+    return lines
+
+
+def _apart(name: str, who: str, found: Agreement, signal: float, bound: float) -> Finding:
+    """``signal``: mean absolute difference in nats between teacher and student."""
+    message = f"teachers.{name}: {who}: {found}; from the student it is {signal:.2g} nats"
+    if not found.tokens:
+        remedy = "see why responses are empty: doctor's prompts"
+        return Finding(TOPIC, "warning", f"teachers.{name}: {who}: no token to compare", remedy)
+    if found.mean <= bound:
+        return Finding(TOPIC, "ok", message)
+    remedy = "give all of them the same weights, dtype, quantization and version of the server"
+    return Finding(TOPIC, "warning", f"{message}; bound {bound:.2g}", remedy)
+
+
+async def _scores(
+    config: RunConfig,
+    name: str,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    rollouts: Sequence[Rollout],
+) -> list[list[Float32]]:
+    """For each replica of a teacher the log-probabilities of each rollout's tokens. StageError.
+
+    ``prompts`` have the bytes of the rollouts' images.
+    """
+    from async_opd.cluster.launch import launch_teacher
+
+    plain = config.model_copy(update={"loss": K1Config(kind="k1")})
+    used = {one.sha256 for rollout in rollouts for one in rollout.prompt.media}
+    shown = [one for one in prompts if used.intersection(m.sha256 for m in one.media)]
+    given: dict[str, Any] = {"device": device, "eos_ids": eos_ids, "prompts": shown}
+    async with launch_teacher(plain, name, **given) as replicas:
+        batch = Batch.pack(rollouts)
+        asked = gather_or_cancel(*(replica.score(batch) for replica in replicas))
+        answers = await Deadline(f"teachers.{name}").within(
+            config.timeouts.stall_s, "scoring", asked, "raise timeouts.stall_s"
+        )
+    return [[_logprobs(sample) for sample in answer.unpack()] for answer in answers]
+
+
+def _logprobs(sample: Any) -> Float32:
+    assert isinstance(sample, Sample)
+    assert isinstance(sample.scores, SampledLogprobs), "k1 asks for sampled tokens only"
+    return sample.scores.logprobs
+
+
+def _failed(what: str, error: Exception) -> Finding:
+    said = f"{error.stage}: {error.cause}" if isinstance(error, StageError) else str(error)
+    remedy = error.remedy if isinstance(error, StageError) else ""
+    message = f"{what} could not be measured: {said}"
+    return Finding(TOPIC, "error", message, remedy or "see what was printed while it started")
+
+
+def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) -> list[Finding]:
+    """Downloads what the config names on the hub, and measures. ConfigError before an engine.
+
+    ``notify`` gets a line when something is started.
+    """
+    import uvloop
+
+    config, notes = with_device(config)
+    for note in notes:
+        notify(note)
+    config = fetched_data(localize(config, where), where)
+    inputs = preflight(config, where, load=True)
+    if inputs.problems:
+        raise ConfigError(inputs.problems)
+    device, text = resolve_device(config), Text.of(config)
+    limit = inputs.max_prompt_tokens
+    rows = sampled(config, inputs.checked, PROMPTS)
+    prompts: list[Prompt] = []
+    bounds: dict[str, Any] = {"limit": limit, "sized": text.image_tokens}
+    for row in rows:
+        with suppress(RolloutFault):  # the doctor's findings of lengths and templates tell of it
+            prompts.append(to_prompt(row, text.encode, config.teacher_of, **bounds))
+    place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
+    with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
+        work = examine_engines(
+            with_defaults(config, device),
+            device,
+            text.response_ends(),
+            prompts,
+            Path(folder),
+            notify,
+        )
+        return list(uvloop.run(work))

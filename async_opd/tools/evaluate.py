@@ -1,0 +1,273 @@
+"""``async_opd eval CONFIG MODEL|RUN_DIR``: a model on the evaluation prompts of a config, alone.
+
+    model ──► engines that only evaluate ──► Evaluation, as in a run ──► table
+                                                   └──► answers.jsonl, result.json
+
+A teacher is evaluated like a student, with its own engine's settings and prompt template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_opd.config.overrides import TRUST, add_overrides, add_trust
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import Redactor
+from async_opd.config.sections.teachers import EndpointTeacher
+from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.printable import escaped, indented, on_one_line
+from async_opd.files.foreign import foreign
+from async_opd.processes.output import write_stderr
+
+if TYPE_CHECKING:
+    from async_opd.core.samples import Prompt, Rollout
+    from async_opd.core.stages import SamplingSpec
+    from async_opd.grading.evaluation import Evaluation, EvaluationResult
+    from async_opd.models.engine_args import Device
+    from async_opd.models.tokenizer import Text
+
+ABOUT = """\
+Evaluates one model on data.eval of a config, with the graders and the metrics of a run: a model's
+directory, the final model of a run directory, one of its checkpoints, or with --teacher a teacher
+of the config. Starts only the engines that answer. Writes the answers and the metrics into a
+directory; of a checkpoint also its model, with adapters merged.
+
+  async_opd eval config.yaml runs/quickstart eval.n=4 eval.temperature=0.7
+  async_opd eval config.yaml runs/quickstart/checkpoints/step_100
+  async_opd eval config.yaml --teacher math --json
+"""
+ANSWERS, RESULT, MODEL = "answers", "result.json", "model"
+
+
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``async_opd eval``."""
+    parser.description = ABOUT
+    parser.add_argument("config", help="YAML file, whose data.eval and eval sections count")
+    what = "directory of a model, a run or a checkpoint; by default the config's student"
+    parser.add_argument("model", nargs="?", metavar="MODEL|RUN_DIR", help=what)
+    add_overrides(parser, "eval.n=4")
+    parser.add_argument("--teacher", metavar="NAME", help="evaluates this teacher of the config")
+    what = "directory for the results (default: runs/NAME-eval-DATE)"
+    parser.add_argument("--out", metavar="DIR", help=what)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_trust(parser, "MODEL has, or its run directory names")
+    parser.set_defaults(command=_evaluate)
+
+
+def _evaluate(given: argparse.Namespace) -> int:
+    from async_opd.checkpoint.store import MANIFEST
+    from async_opd.config.load import load_config
+
+    words = [*([] if given.model is None else [given.model]), *given.overrides]
+    models = [word for word in words if "=" not in word or Path(word).exists()]
+    if len(models) > 1:
+        raise _refused("MODEL", f"found {', '.join(models)}", "name one model")
+    config = load_config(given.config, [word for word in words if word not in models])
+    given.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+    out = Path(given.out or f"runs/{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}")
+    model = models[0] if models else None
+    if model is not None and config.student.trust_remote_code and not given.trust_remote_code:
+        message = f"the config trusts the code of its student, which {model} may not have"
+        raise _refused("MODEL", message, f"read its *.py, then add {TRUST}: it permits that code")
+    if model is not None and (foreign(Path(model)) / MANIFEST).is_file():
+        model = _exported(Path(model), out / MODEL, given.trust_remote_code)
+    alone = alone_of(config, model, given.teacher)
+    metrics = evaluate(config, alone, given.config, given.teacher, out)
+    if given.json:
+        print(json.dumps(metrics, indent=2, allow_nan=False))
+    else:
+        _show(metrics, out)
+    return 0
+
+
+def alone_of(config: RunConfig, model: str | None, teacher: str | None) -> RunConfig:
+    """The config with the model as its student, which only ``eval.replicas`` run.
+
+    ConfigError for a model and a teacher, for an unknown or external teacher, and for no model.
+    """
+    section: Any = config.rollout
+    if teacher is not None:
+        found = config.teachers.get(teacher)
+        if model is not None:
+            raise _refused("--teacher", f"found {teacher} beside {model}", "name one of both")
+        if found is None:
+            known = ", ".join(config.teachers)
+            raise _refused("--teacher", f"the config has no teacher {teacher}", f"one of {known}")
+        if isinstance(found, EndpointTeacher):
+            remedy = "a run measures it before training (eval.teachers)"
+            raise _refused("--teacher", f"{teacher} is a server that others run", remedy)
+        section = found
+        model = config.teacher_model(teacher)
+    student = config.student.model_copy(
+        update={"model": config.student.model if model is None else _model_in(model)}
+    )
+    engines = {"engine": section.engine, "tensor_parallel": section.tensor_parallel}
+    rollout = config.rollout.model_copy(update={**engines, "placement": "dedicated", "with_": None})
+    evaluation = config.eval.model_copy(update={"replicas": section.replicas, "teachers": False})
+    train = config.train.model_copy(update={"lora": None})
+    parts = {"student": student, "rollout": rollout, "eval": evaluation, "train": train}
+    return config.model_copy(update=parts)
+
+
+def _model_in(target: str) -> str:
+    """The model's directory: the target, or ``model/`` of a run directory. ConfigError."""
+    from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
+
+    folder = foreign(Path(target))
+    if (folder / FORMAT_FILE).exists():
+        refuse_other_formats(folder)
+        if not (folder / "model").exists():
+            message = f"{folder} has no model/ yet: the run has not ended"
+            raise _refused("MODEL", message, "end the run, or name a model's directory")
+        return str((folder / "model").as_path())
+    if not (folder / "config.json").exists():
+        message = f"{folder} is neither a model's directory nor a run directory"
+        raise _refused("MODEL", message, "check the path; a checkpoint is named checkpoints/step_N")
+    return target
+
+
+def _exported(checkpoint: Path, target: Path, trusted: bool) -> str:
+    """Writes the checkpoint's model to ``target``, by the config of its run. ConfigError."""
+    from async_opd.files.safe_open import private_files
+    from async_opd.tools.given_run import given_run
+    from trainer.saving.checkpoint_model import export_checkpoint
+
+    run = given_run(checkpoint, trusted)
+    try:
+        with private_files():
+            export_checkpoint(run.config, run.checkpoint or checkpoint, target)
+    except StageError as error:
+        raise _refused("MODEL", error.cause, error.remedy or "name another checkpoint") from error
+    return str(target)
+
+
+def _refused(key: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem("command line", key, message, remedy)])
+
+
+def evaluate(
+    config: RunConfig, alone: RunConfig, where: str, teacher: str | None, out: Path
+) -> dict[str, float]:
+    """Checks, evaluates and writes the results. ConfigError before an engine starts."""
+    import uvloop
+
+    from async_opd.checks.memory_fit import with_defaults
+    from async_opd.checks.preflight import preflight
+    from async_opd.checks.resources import gpu_count, pools, resolve_device, with_device
+    from async_opd.data.hub import fetched_data
+    from async_opd.data.teacher_prompts import teacher_readers
+    from async_opd.files.safe_open import make_folder, private_files, write_atomically
+    from async_opd.grading.evaluation_set import evaluation_of
+    from async_opd.memory.pools import EVAL
+    from async_opd.models.hub import localize
+    from async_opd.models.tokenizer import Text
+    from async_opd.pictures.folder import MEDIA, Thumbnails
+
+    alone, notes = with_device(alone)
+    for note in notes:
+        _say(note)
+    config, alone = localize(config, where), localize(alone, where)
+    config = fetched_data(config, where)
+    alone = alone.model_copy(update={"data": config.data})
+    # a teacher has to be no model that can be trained
+    inputs = preflight(alone if teacher is None else config, where, load=True)
+    others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
+    problems = [problem for problem in inputs.problems if problem.key not in others]
+    device = resolve_device(alone)
+    needed = next(pool.gpus for pool in pools(alone) if pool.name == EVAL)
+    if device == "cuda" and not alone.cluster.joins and needed > gpu_count():
+        message = f"the engines take {needed} GPUs, this machine has {gpu_count()}"
+        problems.append(Problem(where, "cluster", message, "take fewer replicas"))
+    if not inputs.eval and not problems:
+        message = "no source of prompts to evaluate on"
+        problems.append(Problem(where, "data.eval", message, "name a file"))
+    if problems:
+        raise ConfigError(problems)
+    text = Text.of(alone if teacher is None else config)
+    alone = with_defaults(alone, device)
+    rows = [
+        [row for row in own if teacher in (None, alone.teacher_of(row.data_source))]
+        for own in inputs.eval
+    ]
+    with private_files():
+        make_folder(out)
+        readers = {} if teacher is None else teacher_readers(config, text)
+        pictures = Thumbnails(out / MEDIA, int(alone.log.thumbnails_mib * (1 << 20)))
+        limit = inputs.max_eval_prompt_tokens
+        made = evaluation_of(alone, rows, text, out, readers, limit, pictures)
+        if made is None:
+            message = f"data.eval has no prompts for teacher {teacher}"
+            raise ConfigError([Problem(where, "data.eval", message, "add some")])
+        metrics: dict[str, float] = uvloop.run(_measured(alone, device, text, made, teacher))
+        write_atomically(out / RESULT, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
+    return metrics
+
+
+async def _measured(
+    alone: RunConfig, device: Device, text: Text, evaluation: Evaluation, teacher: str | None
+) -> dict[str, float]:
+    """The metrics, after the answers are written. StageError."""
+    from async_opd.cluster.launch import launch_evaluators
+    from async_opd.observability.stall import most_tokens
+    from async_opd.waiting.liveness import ProgressWatchdog
+    from async_opd.waiting.race import race
+
+    watchdog = ProgressWatchdog("evaluation", alone.timeouts.stall_s, "timeouts.stall_s")
+    ends = text.response_ends()
+    try:
+        async with launch_evaluators(alone, device=device, eos_ids=ends, notify=_say) as stage:
+
+            async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+                seen = [prompt.seen_by_teacher for prompt in prompts] if teacher else prompts
+                return await stage.generate(seen, sampling)
+
+            async def supervised() -> EvaluationResult:
+                await stage.run()
+                raise StageError("evaluation", "its engines are not supervised any more", "")
+
+            work = evaluation.run(answers, "eval")
+            most = most_tokens(alone, evaluation.requests)
+            bounded = watchdog.within("waited for answers", work, stage.progress, most)
+            measured = await race(bounded, supervised())
+        await asyncio.to_thread(evaluation.record, ANSWERS, measured)
+    finally:
+        evaluation.close()
+    return measured.metrics
+
+
+def _say(text: str) -> None:
+    write_stderr(indented(text))
+
+
+def _show(metrics: Mapping[str, float], out: Path) -> None:
+    """Prints a row for each data source, a column for each metric."""
+    from rich.table import Table
+
+    from async_opd.observability.terminal import terminal_on
+
+    rows: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        source, _, name = key.removeprefix("eval/").rpartition("/")
+        if source:
+            rows.setdefault(source, {})[name] = value
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    shown = [name for name in names if not name.endswith("_stderr")]
+    table = Table("data source", *map(escaped, shown))
+    for source, row in rows.items():
+        table.add_row(on_one_line(source), *(_cell(row, name) for name in shown))
+    terminal_on(None).print(table)
+    print(on_one_line(f"results     {out}"))
+
+
+def _cell(row: Mapping[str, float], name: str) -> str:
+    """The value, with its standard error if there is one."""
+    if name not in row:
+        return ""
+    error = row.get(f"{name}_stderr")
+    return f"{row[name]:.4g}" + ("" if error is None else f" ± {error:.2g}")

@@ -1,0 +1,163 @@
+"""``async_opd init``, ``quickstart`` and ``completion``: their options, and what they do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from async_opd.config.overrides import add_overrides
+from async_opd.core.printable import indented, on_one_line
+
+INIT = """\
+Writes a commented config of a student, its teachers and their prompts, after the checks of
+async_opd check. Asks for what is not given, on a terminal. Paths are those of the working
+directory; the file names them relative to itself.
+
+  async_opd init
+  async_opd init my-run.yaml --student models/student --teacher models/teacher \\
+      --data train.jsonl --eval test.jsonl --set rollout.max_tokens=512
+  async_opd init two.yaml --student models/student --teacher math=Qwen/Qwen3-8B \\
+      --teacher code=models/coder --data math=hf:openai/gsm8k:main:train --data python:code=py.jsonl
+"""
+QUICKSTART = """\
+Distils two small teachers into one student on two CPU cores, in about four minutes: the real
+pipeline, on models and data that come with async_opd. DIR then has quickstart.yaml and its inputs,
+to read and to change: what is there already is kept.
+
+  async_opd quickstart
+  async_opd quickstart first --set train.steps=50
+"""
+COMPLETION = """\
+Prints the script that makes a shell complete commands, options, files and config keys.
+
+  eval "$(async_opd completion bash)"                       in ~/.bashrc; the same with zsh
+  async_opd completion fish > ~/.config/fish/completions/async_opd.fish
+"""
+SHELLS = ("bash", "zsh", "fish")
+OK = 0
+
+
+def add_init(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``async_opd init``."""
+    parser.description = INIT
+    parser.set_defaults(command=_init)
+    what = "the config (default: config.yaml)"
+    parser.add_argument("file", nargs="?", default="config.yaml", metavar="FILE", help=what)
+    parser.add_argument("--student", metavar="MODEL", help="directory or hub id of the student")
+    what = "directory or hub id of a teacher; with several each has a name"
+    parser.add_argument("--teacher", action="append", default=[], metavar="[NAME=]MODEL", help=what)
+    form = "[SOURCE[:TEACHER]=]PATH"
+    what = (
+        "prompts to train on: a file, a directory or hf:ID[:CONFIG][:SPLIT]. SOURCE is the data "
+        "source of all its rows, which TEACHER scores (default: the teacher of that name)"
+    )
+    parser.add_argument("--data", action="append", default=[], metavar=form, help=what)
+    what = "the same for prompts to evaluate on, with answers"
+    parser.add_argument("--eval", action="append", default=[], metavar=form, help=what)
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    add_overrides(parser, bare=False)
+
+
+def add_quickstart(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``async_opd quickstart``."""
+    parser.description = QUICKSTART
+    parser.set_defaults(command=_quickstart)
+    what = "directory for the config, its inputs and runs (default: this one)"
+    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", help=what)
+    what = "check everything that a run needs, without writing or starting anything"
+    parser.add_argument("--dry-run", action="store_true", help=what)
+    add_overrides(parser, bare=False)
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``async_opd completion``."""
+    parser.description = COMPLETION
+    parser.set_defaults(command=_completion)
+    parser.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
+
+
+def _init(given: argparse.Namespace) -> int:
+    from async_opd.core.errors import ConfigError, Problem
+    from async_opd.files.safe_open import write_atomically
+    from async_opd.tools.first_steps.draft import Draft
+
+    target = Path(given.file)
+    if target.exists() and not given.force:
+        problem = Problem(str(target), "", "exists already", "add --force, or name another file")
+        raise ConfigError([problem])
+    if "=" in target.name and not target.exists():
+        remedy = f"for a key of the config: --set {target}"
+        raise ConfigError([Problem("command line", "FILE", f"{target} is taken for it", remedy)])
+    if not target.parent.is_dir():
+        problem = Problem(str(target), "", "has no directory yet", f"mkdir -p {target.parent}")
+        raise ConfigError([problem])
+    draft = Draft(given.student, given.teacher, given.data, given.eval)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        draft.ask(_asked)
+    text, notes = checked_text(draft, target, given.overrides)
+    write_atomically(target, text)
+    for note in notes:
+        print(indented(given.redacted(f"note: {note}")))
+    print(on_one_line(f"wrote {target}; next: async_opd doctor {target}, async_opd run {target}"))
+    return OK
+
+
+def checked_text(draft: Any, target: Path, overrides: list[str]) -> tuple[str, list[str]]:
+    """The text of the config, which passes the checks of ``async_opd check``, and their notes.
+
+    ConfigError with all problems.
+    """
+    from async_opd.api import checked
+    from async_opd.config.load import load_config, with_overrides
+    from async_opd.config.yaml_text import load_yaml
+    from async_opd.tools.first_steps.config_text import completed, config_text
+
+    folder = target.resolve().parent
+    tree = with_overrides(draft.tree(target.stem, folder), overrides)
+    text = config_text(completed(tree), str(target))
+    config = load_config(load_yaml(text), folder=folder)
+    return text, checked(config, str(target), load=False)[1].notes
+
+
+def _asked(question: str, default: str) -> str:
+    from rich.prompt import Prompt
+    from rich.text import Text
+
+    try:
+        return Prompt.ask(Text(on_one_line(question)), default=default, show_default=False).strip()
+    except EOFError:  # Ctrl-D ends a list as an empty line does
+        return default
+
+
+def _quickstart(given: argparse.Namespace) -> int:
+    from async_opd.cli import main
+    from async_opd.tools.first_steps.quickstart import (
+        CONFIG,
+        NAME,
+        copy_to,
+        packaged,
+        refuse_folder,
+    )
+
+    folder = Path(given.folder)
+    config = folder / CONFIG
+    if given.dry_run:
+        refuse_folder(folder)
+        config = config if config.exists() else packaged() / CONFIG
+    else:
+        for path in copy_to(folder):
+            print(on_one_line(f"wrote {path}"), flush=True)  # before the run's own lines
+    run_dir = folder / "runs" / f"{NAME}-{time.strftime('%Y%m%d-%H%M%S')}"
+    words = ["run", str(config), "--run-dir", str(run_dir)]
+    words += [word for text in given.overrides for word in ("--set", text)]
+    return main([*words, "--dry-run"] if given.dry_run else words)
+
+
+def _completion(given: argparse.Namespace) -> int:
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["async_opd"], shell=given.shell))
+    return OK

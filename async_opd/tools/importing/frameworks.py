@@ -1,0 +1,141 @@
+"""The frameworks whose files are read, and how a file is known to be one of theirs."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_opd.config.yaml_text import YamlError
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.foreign import foreign
+from async_opd.tools.importing import asyncopd, nemo_rl, prime_rl, trl, verl
+from async_opd.tools.importing.budget import FILE_BYTES, Budget
+from async_opd.tools.importing.draft import Draft, flat
+from async_opd.tools.importing.entries import Table
+from async_opd.tools.importing.hydra import flags, overrides
+from async_opd.tools.importing.python_script import CONFIGS, read_python
+from async_opd.tools.importing.shell import read_shell
+from async_opd.tools.importing.tables import asyncopd as asyncopd_keys
+from async_opd.tools.importing.tables import nemo_rl as nemo_rl_keys
+from async_opd.tools.importing.tables import prime_rl as prime_rl_keys
+from async_opd.tools.importing.tables import trl as trl_keys
+from async_opd.tools.importing.tables import verl as verl_keys
+from async_opd.tools.importing.yaml_tree import read_yaml
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A table of keys, what several keys say together, and keys that are found nowhere else."""
+
+    name: str
+    table: Table
+    together: Callable[[Draft], None]
+    marks: tuple[str, ...]
+
+
+FRAMEWORKS = {
+    one.name: one
+    for one in (
+        Framework(
+            "verl", verl_keys.TABLE, verl.together, ("actor_rollout_ref.", "distillation.teacher")
+        ),
+        Framework("nemo-rl", nemo_rl_keys.TABLE, nemo_rl.together, ("loss_fn.", "policy.")),
+        Framework(
+            "asyncopd", asyncopd_keys.TABLE, asyncopd.together, ("algorithm.opd.", "algorithm.")
+        ),
+        Framework(
+            "prime-rl", prime_rl_keys.TABLE, prime_rl.together, ("orchestrator.", "trainer.loss.")
+        ),
+        Framework(
+            "trl",
+            trl_keys.TABLE,
+            trl.together,
+            ("config_class", "teacher_model_name_or_path", "teacher_server_urls", "lmbda"),
+        ),
+    )
+}
+
+
+@dataclass
+class Parsed:
+    """The keys of a file and of its ``parents``, and what of it was not read."""
+
+    keys: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+    parents: list[str] = field(default_factory=list)
+
+
+def parse(path: Path) -> Parsed:
+    """The keys of a script or config. ConfigError if it cannot be read or has none."""
+    try:
+        parsed = _parse(path)
+    except UnicodeDecodeError as error:
+        remedy = "give a .sh, .py, .toml or .yaml file: this one is no text"
+        raise _refused(path, f"is not UTF-8: {error}", remedy) from error
+    except OSError as error:
+        raise _refused(path, f"cannot be read: {error}", "check the path") from error
+    except (YamlError, SyntaxError, RecursionError, ValueError, TypeError, MemoryError) as error:
+        remedy = "give a .sh, .py, .toml or .yaml file"
+        raise _refused(path, f"cannot be parsed: {error}", remedy) from error
+    if not parsed.keys:
+        remedy = "name the file that sets the run's keys"
+        raise _refused(path, "sets no key of a framework that is known here", remedy)
+    return parsed
+
+
+def framework_of(path: Path, keys: Mapping[str, Any], name: str | None) -> Framework:
+    """The framework that is named, else the first one that the keys show. ConfigError."""
+    if name is not None:
+        return FRAMEWORKS[name]
+    for framework in FRAMEWORKS.values():
+        if any(key.startswith(mark) for mark in framework.marks for key in keys):
+            return framework
+    message = f"is of no framework that is known here: its keys are {', '.join(list(keys)[:5])} …"
+    raise _refused(path, message, f"name it by --from: {', '.join(FRAMEWORKS)}")
+
+
+def _refused(path: Path, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(str(path), "", message, remedy)])
+
+
+def _parse(path: Path) -> Parsed:
+    budget = Budget()
+    if path.suffix in (".yaml", ".yml"):
+        keys, parents, missing = read_yaml(path, budget)
+        return Parsed(
+            keys,
+            [f"its parent {one} is not there: its values are not here" for one in missing],
+            parents,
+        )
+    text = foreign(path).read(FILE_BYTES).decode()
+    if path.suffix == ".toml":
+        return Parsed(flat(tomllib.loads(text), budget))
+    if path.suffix == ".py":
+        return Parsed(read_python(text, budget))
+    return _parse_shell(text, budget)
+
+
+def config_class(words: list[str]) -> dict[str, str]:
+    """TRL's config class by the script's name: ``gold.py`` and ``trl gold`` have GOLDConfig."""
+    names = {name.removesuffix("Config").lower(): name for name in CONFIGS}
+    scripts = (Path(word).stem.replace("_", "") for word in words)
+    named = next((names[one] for one in scripts if one in names), None)
+    return {} if named is None else {"config_class": named}
+
+
+def _parse_shell(text: str, budget: Budget) -> Parsed:
+    """The overrides of the script's commands, or the flags of the one that trains a student."""
+    script = read_shell(text, budget)
+    keys: dict[str, Any] = {}
+    for words in script.commands:
+        keys.update(overrides(words, budget))
+    if not any(key.startswith("actor_rollout_ref.") for key in keys):
+        for words in script.commands:
+            given = flags(words, budget)
+            if "teacher_model_name_or_path" in given:
+                keys = {**config_class(words), **given}
+    skipped = [f"not read: {line}" for line in script.skipped]
+    return Parsed(keys, skipped)

@@ -1,0 +1,204 @@
+"""Simulates a whole run in virtual time.
+
+    SimulatedRollouts ──► SimulatedTopic rollouts/<teacher> ──► SimulatedScoring ──► SimulatedTopic
+    scored ──► SimulatedTraining
+        ▲                                                                     │
+        └────────────────────── version, budget (Admission) ──────────────────┘
+
+The rules are the pipeline's, admission is the real class, and samples are numbers instead of
+messages. There is one event per finished rollout, scored batch and step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from async_opd.accounting.admission import Admission
+from async_opd.core.stages import PROMPTS, SCORED, rollouts_topic
+from async_opd.tools.plan.prediction import PoolUse, Prediction
+from async_opd.tools.plan.setting import Setting, warmup_versions
+from async_opd.tools.plan.sim.clock import Clock, Level
+from async_opd.tools.plan.sim.population import Population
+from async_opd.tools.plan.sim.rollouter import SimulatedRollouts
+from async_opd.tools.plan.sim.scorer import SimulatedScoring
+from async_opd.tools.plan.sim.topic import SimulatedTopic
+from async_opd.tools.plan.sim.trainer import SimulatedTraining
+
+MAX_SAMPLES = 400_000
+"""Samples of a simulated run; the rest of a longer one is extrapolated."""
+
+
+def predict(setting: Setting, *, seed: int = 0) -> Prediction:
+    """Predicts a run of any length: the first part is simulated, the rest extrapolated."""
+    short = shortened(setting)
+    found = simulate(short, seed=seed, endless=short.steps < setting.steps)
+    rest_s = (setting.steps - short.steps) * setting.batch_size / found.samples_per_s
+    return replace(found, seconds=found.seconds + rest_s, wall_s=found.wall_s + rest_s)
+
+
+def shortened(setting: Setting, samples: int = MAX_SAMPLES) -> Setting:
+    """The setting with the steps of so many samples, at least with twice the warm-up."""
+    versions = 2 * warmup_versions(setting.staleness_threshold)
+    least = max(samples // setting.batch_size, versions * setting.sync_steps)
+    return replace(setting, steps=min(setting.steps, least))
+
+
+def simulate(setting: Setting, *, seed: int = 0, endless: bool = False) -> Prediction:
+    """Predicts a run. The same setting and seed give the same prediction.
+
+    ``endless`` admits as if more steps followed the last one: a steady state without an end.
+    """
+    return SimulatedRun(setting, seed, endless).run()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """All integrals and counts at one moment."""
+
+    time: float
+    areas: Mapping[str, float]
+    staleness: Counter[int]
+    batches: Mapping[str, int]
+    tokens: float
+
+
+class SimulatedRun:
+    """All parts of one simulated run."""
+
+    def __init__(self, setting: Setting, seed: int, endless: bool) -> None:
+        self._setting = setting
+        self._clock = clock = Clock()
+        self.population = population = Population(setting, seed)
+        versions_ahead = int(setting.staleness_threshold) + 2
+        self.admission = admission = Admission(
+            batch_size=setting.batch_size,
+            sync_steps=setting.sync_steps,
+            staleness_threshold=setting.staleness_threshold,
+            steps=setting.steps + endless * versions_ahead * setting.sync_steps,
+        )
+        self._topics: list[SimulatedTopic[int]] = [
+            SimulatedTopic(clock, setting.queue_samples) for _ in setting.teachers
+        ]
+        self._scored: SimulatedTopic[int] = SimulatedTopic(clock, setting.queue_samples)
+        self._rollouts = SimulatedRollouts(setting, clock, population, admission, self._topics)
+        self._scoring = [
+            SimulatedScoring(teacher, setting.prompt_tokens, clock, population, topic, self._scored)
+            for teacher, topic in zip(setting.teachers, self._topics, strict=True)
+        ]
+        self.training = SimulatedTraining(
+            setting, clock, population, admission, self._rollouts, self._scored, self._on_step
+        )
+        self._warm = self._read()
+
+    def run(self) -> Prediction:
+        """Simulates from the first admission to the end of the last step."""
+        for scoring in self._scoring:
+            scoring.start()
+        self.training.start()
+        self._rollouts.start()
+        self._clock.run()
+        return self._prediction(self._read())
+
+    def _on_step(self, step: int) -> None:
+        if step == self._setting.warmup_steps:
+            self._warm = self._read()
+        if step == self._setting.steps:
+            self._clock.stop()
+
+    def _read(self) -> _Reading:
+        rollouts, training = self._rollouts, self.training
+        levels = {PROMPTS: rollouts.prompts.ready, SCORED: self._scored.ready}
+        for part in (rollouts, training):
+            levels |= {name: at for name, at in vars(part).items() if isinstance(at, Level)}
+        for teacher, scoring, topic in zip(
+            self._setting.teachers, self._scoring, self._topics, strict=True
+        ):
+            levels[f"working/{teacher.name}"] = scoring.working
+            levels[f"blocked/{teacher.name}"] = scoring.blocked
+            levels[rollouts_topic(teacher.name)] = topic.ready
+        areas = {name: level.area for name, level in levels.items()}
+        batches = {
+            teacher.name: scoring.batches
+            for teacher, scoring in zip(self._setting.teachers, self._scoring, strict=True)
+        }
+        return _Reading(self._clock.now, areas, training.staleness.copy(), batches, training.tokens)
+
+    def _prediction(self, end: _Reading) -> Prediction:
+        """The prediction from the readings at the end of the warm-up and at the end."""
+        setting, warm = self._setting, self._warm
+        seconds = max(end.time - warm.time, 1e-12)
+        means = {name: (area - warm.areas[name]) / seconds for name, area in end.areas.items()}
+        trained = end.staleness - warm.staleness
+        topics = [rollouts_topic(teacher.name) for teacher in setting.teachers]
+        rate = trained.total() / seconds
+        return Prediction(
+            samples_per_s=rate,
+            seconds=end.time,
+            wall_s=end.time + setting.outside_s,
+            staleness={v: trained[v] / trained.total() for v in sorted(trained)},
+            pools=pool_uses(setting, means, rate),
+            queues={topic: means[topic] for topic in (PROMPTS, *topics, SCORED)},
+            concurrency=(means["running"] + means["waiting"])
+            / max(means["working"] - means["paused"], 1e-12),
+            sample_tokens=(end.tokens - warm.tokens) / trained.total(),
+            batches={
+                teacher.name: trained.total()
+                * teacher.share
+                / max(end.batches[teacher.name] - warm.batches[teacher.name], 1)
+                for teacher in setting.teachers
+            },
+        )
+
+
+def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tuple[PoolUse, ...]:
+    """The pools' shares of time, from the mean levels and the samples per second."""
+    limits = setting.limits()
+    pool = setting.rollout
+    slots = pool.replicas * pool.running
+    used = means["running"] / slots
+    rollout_waits = {
+        "staleness budget": means["starved"] / slots,
+        "weight sync": means["paused"] / pool.replicas,
+    }
+    rollout_waits["turnaround"] = 1 - used - sum(rollout_waits.values())
+    uses = [
+        PoolUse(
+            "rollout",
+            pool.replicas,
+            busy=means["working"] / pool.replicas,
+            used=used,
+            limit=limits["rollout"],
+            waits=_largest_first(rollout_waits),
+        )
+    ]
+    for teacher in setting.teachers:
+        name = f"teacher/{teacher.name}"
+        busy = means[f"working/{teacher.name}"] / teacher.replicas
+        waits = {"rollouts": 1 - busy}
+        if means[f"blocked/{teacher.name}"] > means[rollouts_topic(teacher.name)]:
+            waits = {"room in the queue": 1 - busy}
+        uses.append(
+            PoolUse(
+                name, teacher.replicas, busy, min(rate / limits[name], 1.0), limits[name], waits
+            )
+        )
+    busy = means["computing"]
+    waits = {
+        "the weight sync before": means["held"],
+        "copying weights out": means["copying"],
+        "its turnaround": means["turning"],
+    }
+    waits["scored samples"] = 1 - busy - sum(waits.values())
+    limit = limits["train"]
+    uses.append(
+        PoolUse("train", setting.ranks, busy, min(rate / limit, 1.0), limit, _largest_first(waits))
+    )
+    return tuple(uses)
+
+
+def _largest_first(shares: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name: max(share, 0.0) for name, share in sorted(shares.items(), key=lambda item: -item[1])
+    }

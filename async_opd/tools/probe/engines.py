@@ -1,0 +1,192 @@
+"""Starts the models of a probe one after the other, and asks them.
+
+    student's rollout engines ──► answers, responses
+    student's weights in a scoring engine ──► its top-k of the responses: the floor
+    each teacher's engines ──► its top-k of the responses, its own answers
+
+Never are two of them there at once: a probe needs the memory of the largest. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.memory_fit import with_defaults
+from async_opd.checks.preflight import preflight
+from async_opd.checks.resources import resolve_device, with_device
+from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
+from async_opd.config.sections.teachers import EndpointTeacher
+from async_opd.core.batch import Batch
+from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.samples import Prompt, Rollout, Sample
+from async_opd.core.stages import SamplingSpec
+from async_opd.data.hub import fetched_data
+from async_opd.files.safe_open import private_files
+from async_opd.models.engine_args import Device
+from async_opd.models.hub import localize
+from async_opd.models.model_files import ModelFiles
+from async_opd.models.tokenizer import Text
+from async_opd.tools.probe.asked import AskedSource, asked_sources
+from async_opd.tools.probe.figures import Measured
+from async_opd.tools.probe.measuring import Model, StudentAnswers, ask_student, ask_teacher, scored
+from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.race import gather_or_cancel, race
+from teachers.endpoint.check import check_endpoints
+
+TOP_K, SERVED_TOP_K = 64, 20
+"""Tokens at each position; where a teacher is a server, those of the loss, or what vLLM's sends."""
+STALL = "raise timeouts.stall_s, or ask fewer prompts"
+Notify = Callable[[str], None]
+
+
+class Replicas:
+    """The replicas of one teacher as one model."""
+
+    def __init__(self, replicas: Sequence[Model]) -> None:
+        self._replicas = replicas
+        self._calls = 0
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """Each replica answers an equal share."""
+        size = -(-len(prompts) // len(self._replicas))
+        parts = [prompts[at * size : (at + 1) * size] for at in range(len(self._replicas))]
+        answers = await gather_or_cancel(
+            *(one.generate(own, sampling) for one, own in zip(self._replicas, parts, strict=True))
+        )
+        return [rollout for own in answers for rollout in own]
+
+    async def score(self, batch: Batch) -> Batch:
+        """The replicas score in turn."""
+        self._calls += 1
+        return await self._replicas[self._calls % len(self._replicas)].score(batch)
+
+
+async def measure(
+    config: RunConfig,
+    sources: Sequence[AskedSource],
+    device: Device,
+    eos_ids: tuple[int, ...],
+    notify: Notify,
+) -> list[Measured]:
+    """What was measured of each source, in order. StageError."""
+    notify("starting the student")
+    answers = await _of_student(config, sources, device, eos_ids, notify)
+    alone = _with_top_k(config)
+    seen = {p.data_source for one in sources for p in one.asked.prompts if p.media}
+    by_itself = with_itself_as_teacher(alone, seen)
+
+    async def score_all(model: Model) -> list[list[Sample]]:
+        return [await scored(model, one.rollouts) for one in answers]
+
+    notify("starting a scoring engine with the student's weights")
+    shown = [prompt for one in sources for prompt in one.asked.prompts]
+    own = await _with_teacher(by_itself, ITSELF, device, eos_ids, shown, score_all)
+    found: dict[str, Measured] = {}
+    for name in dict.fromkeys(one.teacher for one in sources):
+
+        async def ask(model: Model, name: str = name) -> None:
+            for one, its, scores in zip(sources, answers, own, strict=True):
+                if one.teacher == name:
+                    names = (one.source, name)
+                    found[one.source] = await ask_teacher(model, one.asked, its, scores, names)
+
+        notify(f"starting teacher {name}")
+        shown = [prompt for one in sources if one.teacher == name for prompt in one.asked.prompts]
+        await _with_teacher(with_one_teacher(alone, name), name, device, eos_ids, shown, ask)
+    return [found[one.source] for one in sources]
+
+
+async def _of_student(
+    config: RunConfig,
+    sources: Sequence[AskedSource],
+    device: Device,
+    eos_ids: tuple[int, ...],
+    notify: Notify,
+) -> list[StudentAnswers]:
+    from async_opd.cluster.launch import launch_evaluators
+
+    rollout = config.rollout.model_copy(update={"placement": "dedicated", "with_": None})
+    evaluation = config.eval.model_copy(update={"replicas": config.rollout.replicas})
+    train = config.train.model_copy(update={"lora": None})
+    parts = {"rollout": rollout, "eval": evaluation, "train": train}
+    alone = config.model_copy(update=parts)
+    async with launch_evaluators(alone, device=device, eos_ids=eos_ids, notify=notify) as stage:
+
+        async def ask() -> list[StudentAnswers]:
+            return [await ask_student(stage, one.asked) for one in sources]
+
+        async def served() -> Any:
+            await stage.run()
+            raise StageError("student", "its engines ended while they were asked")
+
+        bound = config.timeouts.stall_s
+        work = Deadline("student").within(bound, "answering", ask(), STALL)
+        return await race(work, served())
+
+
+async def _with_teacher(
+    config: RunConfig,
+    name: str,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    work: Callable[[Any], Any],
+) -> Any:
+    """The result of the work with a teacher's replicas, about these prompts. StageError."""
+    from async_opd.cluster.launch import launch_teacher
+
+    given: dict[str, Any] = {"device": device, "eos_ids": eos_ids, "prompts": prompts}
+    async with launch_teacher(config, name, **given) as replicas:
+        asked = work(Replicas(replicas))
+        bound = config.timeouts.stall_s
+        return await Deadline(f"teachers.{name}").within(bound, "scoring", asked, STALL)
+
+
+def _with_top_k(config: RunConfig) -> RunConfig:
+    """The config whose teachers send their top-k, as many as the student has tokens at most."""
+    files = ModelFiles.read(config.student.model, weights=False)
+    rows = None if files is None else files.vocabulary
+    served = any(isinstance(one, EndpointTeacher) for one in config.teachers.values())
+    most = scored_top_k(config.loss) or SERVED_TOP_K if served else TOP_K
+    loss = ForwardKLConfig(top_k=min(most, rows or most))
+    return config.model_copy(update={"loss": loss})
+
+
+def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> list[Measured]:
+    """Downloads what the config names on the hub, and measures. ConfigError before an engine.
+
+    ``count``: prompts of each source. ``notify`` gets a line when something is started.
+    """
+    import uvloop
+
+    config, notes = with_device(config)
+    for note in notes:
+        notify(note)
+    config = fetched_data(localize(config, where), where)
+    inputs = preflight(config, where, load=True)
+    problems = inputs.problems or check_endpoints(
+        _with_top_k(config), where, shown_to_servers(config, inputs)
+    )
+    if problems:
+        raise ConfigError(problems)
+    device, text = resolve_device(config), Text.of(config)
+    config = with_defaults(config, device)
+    place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
+    with private_files(), ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix=".probe-", dir=place)))
+        sources = asked_sources(config, inputs, text, count, folder)
+        for one in sources:
+            stack.callback(one.evaluation.close)
+        if not sources:
+            message = "no source has a teacher and a prompt that fits"
+            raise ConfigError([Problem(where, "data.train", message, "see async_opd doctor")])
+        quick = config.model_copy(update={"run_dir": str(folder)})
+        ends = text.response_ends()
+        return list(uvloop.run(measure(quick, sources, device, ends, notify)))

@@ -1,0 +1,154 @@
+"""``async_opd replay RUN_DIR --step N``: is the step the same when it is computed again?
+
+    kept batches, checkpoint ──► the trainer's ranks, as in the run ──step by step──► comparison
+
+It starts no engine. Exit codes: 0 bit-equal, 1 not equal or failed, 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_opd.config.overrides import add_trust
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.printable import indented, on_one_line
+from async_opd.processes.output import write_stderr
+
+if TYPE_CHECKING:
+    from async_opd.cluster.proxies import ReplayerProxy
+    from async_opd.config.run_config import RunConfig
+    from async_opd.tools.replay.comparison import Difference
+    from async_opd.tools.replay.kept_run import ReplayPlan
+
+ABOUT = """\
+Computes a training step of a run again, from the checkpoint before it and the batches since, which
+a run with log.replay: true keeps, and compares loss, gradient norm, other results and all weights
+bit by bit. If they differ, it says where first. Starts the trainer's ranks, and no engine.
+
+  async_opd replay runs/quickstart --step 57
+"""
+EQUAL, DIFFERENT = 0, 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a replay; ``difference`` None: all steps after ``start`` are bit-equal."""
+
+    step: int
+    start: int
+    computed: int
+    difference: Difference | None
+    warnings: tuple[str, ...]
+    seconds: float
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``async_opd replay``."""
+    parser.description = ABOUT
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run with log.replay")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the training step")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_trust(parser, "the run directory names")
+    parser.set_defaults(command=_replay)
+
+
+def _replay(given: argparse.Namespace) -> int:
+    import uvloop
+
+    from async_opd.config.secrets import Redactor
+    from async_opd.tools.replay.kept_run import replay_plan
+
+    plan = replay_plan(Path(given.run_dir), given.step, given.trust_remote_code)
+    given.redacted = Redactor(plan.config.model_dump(mode="json", by_alias=True))
+    outcome: Outcome = uvloop.run(replay(plan, given.run_dir))
+    if given.json:
+        document = asdict(outcome) | {"equal": outcome.difference is None}
+        print(json.dumps(_finite(document), indent=2, allow_nan=False))
+    else:
+        for line in _lines(outcome):
+            print(on_one_line(given.redacted(line)))
+    return EQUAL if outcome.difference is None else DIFFERENT
+
+
+async def replay(plan: ReplayPlan, where: str) -> Outcome:
+    """Computes the plan's steps until one differs. ConfigError if this machine is another one."""
+    from async_opd.checks.resources import resolve_device, with_device
+    from async_opd.cluster.launch import launch_replayer
+    from async_opd.tools.replay.comparison import platform_faults
+
+    started = time.monotonic()
+    config, notes = with_device(_alone(plan))
+    for note in notes:
+        _say(note)
+    async with launch_replayer(config, device=resolve_device(config), notify=_say) as replayer:
+        folder = None if plan.folder is None else str(plan.folder.absolute())
+        here = await replayer.start(folder)
+        refused, warned = platform_faults(plan.steps[-1].records, here)
+        if refused:
+            remedy = "replay it where the run was"
+            raise ConfigError([Problem(where, "--step", one, remedy) for one in refused])
+        computed, found, others = await _compared(plan, config, replayer)
+    last = plan.start + len(plan.steps)
+    seconds = time.monotonic() - started
+    return Outcome(last, plan.start, computed, found, (*warned, *others), seconds)
+
+
+async def _compared(
+    plan: ReplayPlan, config: RunConfig, replayer: ReplayerProxy
+) -> tuple[int, Difference | None, list[str]]:
+    """The number of steps that were computed, the first difference, and warnings."""
+    from async_opd.observability.stall import most_tokens
+    from async_opd.tools.replay.comparison import difference, incomparable, other_kernels
+    from async_opd.waiting.liveness import ProgressWatchdog
+
+    watchdog = ProgressWatchdog("replay", config.timeouts.stall_s, "timeouts.stall_s")
+    most = most_tokens(config, config.train.batch_size)
+    warned: dict[str, None] = {}
+    for count, step in enumerate(plan.steps, 1):
+        work = replayer.step(step.paths)
+        now = await watchdog.within("computed a step", work, replayer.progress, most)
+        others = incomparable(step.records[0], now) + other_kernels(step.records, now)
+        warned |= dict.fromkeys(others)
+        found = difference(step.records[0], now)
+        if found is not None:
+            return count, found, list(warned)
+    return len(plan.steps), None, list(warned)
+
+
+def _alone(plan: ReplayPlan) -> RunConfig:
+    """The run's config with the threads that its ranks had; it writes nothing into the run."""
+    threads = int(plan.steps[-1].records[0].platform["threads"])
+    config = plan.config
+    quiet = config.log.microscope.model_copy(update={"share": 0.0})
+    parts = {
+        "train": config.train.model_copy(update={"threads": threads}),
+        "log": config.log.model_copy(update={"replay": False, "microscope": quiet}),
+    }
+    return config.model_copy(update=parts)
+
+
+def _lines(outcome: Outcome) -> list[str]:
+    start = f"the checkpoint of step {outcome.start}" if outcome.start else "the run's start"
+    how = f"{outcome.computed} steps from {start} on, {outcome.seconds:.0f} s"
+    lines = [f"warning: {text}" for text in outcome.warnings]
+    if outcome.difference is None:
+        return [*lines, f"step {outcome.step} is bit-equal ({how})"]
+    return [*lines, f"step {outcome.step} is not bit-equal ({how})", *outcome.difference.lines()]
+
+
+def _finite(value: Any) -> Any:
+    """The document with texts in place of numbers that JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and value - value != 0 else value
+
+
+def _say(text: str) -> None:
+    write_stderr(indented(text))

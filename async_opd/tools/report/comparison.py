@@ -1,0 +1,117 @@
+"""``compare.html`` and a table: several runs beside each other, and the keys that differ.
+
+RecordedRun … ──figures, differing keys──► table      ──lines of all runs──► compare.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from async_opd.config.secrets import Redactor
+from async_opd.tools.report.charts import Chart, Line, lines
+from async_opd.tools.report.facts import tiles_of
+from async_opd.tools.report.page import Section, page, paragraphs, table, text
+from async_opd.tools.report.recorded_run import RecordedRun
+from async_opd.tools.report.run_charts import evaluation_lines
+from async_opd.tools.report.verdict import judge
+
+NO_DIFFERENCE = ("run_dir", "plan", "report")
+"""Keys that make no difference to a run."""
+
+
+def labels(runs: Sequence[RecordedRun]) -> list[str]:
+    """A name for each run: that of its directory, with more of its path where two are the same."""
+    parts = [str(run.folder).split("/") for run in runs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(one[-depth:]) for one in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{index}: {run.folder}" for index, run in enumerate(runs, 1)]
+
+
+def figures_of(runs: Sequence[RecordedRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows: a figure each, of all runs; the verdicts last."""
+    found = [{"status": run.status, **dict(tiles_of(run)), **_last(run)} for run in runs]
+    names = list(dict.fromkeys(name for one in found for name in one))
+    rows = [(name, *(one.get(name, "–") for one in found)) for name in names]
+    rows.append(("verdict", *(judge(run).headline for run in runs)))
+    return ("", *labels(runs)), rows
+
+
+def differing_keys(runs: Sequence[RecordedRun]) -> list[tuple[str, ...]]:
+    """(key, value in each run) of the config keys whose values differ, without secrets."""
+    trees = [run.config.model_dump(mode="json", by_alias=True) for run in runs]
+    hide = [Redactor(tree) for tree in trees]
+    flat = [dict(_flat(tree)) for tree in trees]
+    keys = sorted({key for one in flat for key in one})
+    return [
+        (key, *(h(_written(one, key)) for h, one in zip(hide, flat, strict=True)))
+        for key in keys
+        if key.split(".")[0] not in NO_DIFFERENCE and len({_written(one, key) for one in flat}) > 1
+    ]
+
+
+def comparison(runs: Sequence[RecordedRun]) -> str:
+    """The page with all runs' lines over each other."""
+    names = labels(runs)
+    columns, figures = figures_of(runs)
+    keys = differing_keys(runs)
+    head = f"<h1>{len(runs)} runs compared</h1>" + f'<p class="soft">{text(" · ".join(names))}</p>'
+    no_keys = paragraphs(["The configs are the same."])
+    sections = [
+        Section("figures", "Figures", table(columns, figures)),
+        Section("keys", "What differs", table(("key", *names), keys) if keys else no_keys),
+        Section("learning", "Learning", "", tuple(_learning(runs, names))),
+        Section("speed", "Speed and staleness", "", tuple(_speed(runs, names))),
+    ]
+    return page(f"{len(runs)} runs · async_opd compare", head, sections)
+
+
+def _learning(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[Chart]:
+    by_source: dict[str, list[Line]] = {}
+    for run, name in zip(runs, names, strict=True):
+        for line in evaluation_lines(run):
+            by_source.setdefault(line.name, []).append(Line(name, line.points, line.errors))
+    for index, (source, found) in enumerate(sorted(by_source.items())):
+        title, note = f"Accuracy: {source}", "Evaluations; bands are one standard error."
+        chart = lines(f"accuracy-{index}", title, note, found, y="accuracy", form=".0%")
+        if chart is not None:
+            yield chart
+    yield from _overlaid(runs, names, "loss/distillation", "Distillation loss", "nats")
+
+
+def _speed(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[Chart]:
+    yield from _overlaid(runs, names, "perf/samples_per_s", "Throughput", "samples/s")
+    yield from _overlaid(runs, names, "staleness/mean", "Mean staleness", "versions")
+
+
+def _overlaid(
+    runs: Sequence[RecordedRun], names: Sequence[str], key: str, title: str, unit: str
+) -> Iterator[Chart]:
+    found = [Line(name, run.series(key)) for run, name in zip(runs, names, strict=True)]
+    chart = lines(key.replace("/", "-"), title, f"{key}, step by step.", found, y=unit)
+    if chart is not None:
+        yield chart
+
+
+def _last(run: RecordedRun) -> dict[str, str]:
+    """The last accuracy of each source."""
+    return {
+        f"accuracy of {line.name}": f"{line.points[-1][1]:.1%}"
+        for line in evaluation_lines(run)
+        if line.points
+    }
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def _written(flat: dict[str, Any], key: str) -> str:
+    return json.dumps(flat[key], ensure_ascii=False) if key in flat else "–"

@@ -1,0 +1,263 @@
+"""Which charts a run has: learning, teachers, staleness, pools over time, the life of a sample.
+
+RecordedRun ──metrics by key──► Line … ──charts──► Chart
+            ──lives──► Span …  ──────────────────────┘
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+from async_opd.core.uid import TRACED
+from async_opd.tools.report.charts import (
+    Chart,
+    Line,
+    Span,
+    bars,
+    lines,
+    shares_over_time,
+    timeline,
+)
+from async_opd.tools.report.pool_times import (
+    COMPUTING,
+    GPUS,
+    OTHER,
+    PROMPTS,
+    ROLLOUTS,
+    SCORED,
+    SYNC,
+    pool_times,
+    total,
+)
+from async_opd.tools.report.recorded_run import RecordedRun
+from async_opd.tools.report.sample_lives import PARTS, WORK, Life
+from async_opd.tools.report.verdict import spoken
+
+WINDOWS = 60
+"""Points of a pool's shares over time: each is the mean of as many steps as that takes."""
+_ACCURACY = re.compile(r"eval/(.+)/accuracy")
+_SEVERAL = re.compile(r"eval/(.+/(?:pass@(?!1$)|maj@)\d+)")
+_SOURCE_LOSS = re.compile(r"source/(.+)/loss")
+_LAG = re.compile(r"staleness/lag_(\d{1,3})")
+_LENGTH = re.compile(r"source/(.+)/mean_response_tokens")
+_TEACHER_LOSS = re.compile(r"teacher/(.+)/loss")
+_TEACHER_GAP = re.compile(r"teacher/(.+)/gap")
+_AGREEMENT = re.compile(r"teacher/(.+)/agreement")
+
+
+def learning(run: RecordedRun) -> Iterator[Chart | None]:
+    """Evaluations by source, the loss, and per teacher its loss and its gap to the student."""
+    yield lines(
+        "accuracy",
+        "Accuracy by source",
+        "Evaluations of the student; bands are one standard error. It should rise, source by "
+        "source.",
+        list(evaluation_lines(run)),
+        y="accuracy",
+        form=".0%",
+    )
+    yield lines(
+        "several",
+        "Several answers to each prompt",
+        "pass@k: at least one of k is correct. maj@n: the most frequent answer is.",
+        list(_by_name(run, _SEVERAL)),
+        y="share of prompts",
+        form=".0%",
+    )
+    yield lines(
+        "loss",
+        "Distillation loss",
+        "Mean over the response tokens of each step, in nats. It falls, and flattens where the "
+        "student has what the teachers can give.",
+        [Line("loss", run.series("loss/distillation") or run.series("loss/total"))],
+        y="nats",
+    )
+    yield lines(
+        "source-loss",
+        "Loss by source",
+        "The same, of the tokens of each data source.",
+        list(_by_name(run, _SOURCE_LOSS)),
+        y="nats",
+    )
+    yield lines(
+        "teacher-loss",
+        "Loss by teacher",
+        "The same, of the tokens that each teacher scored.",
+        list(_by_name(run, _TEACHER_LOSS)),
+        y="nats",
+    )
+    yield lines(
+        "teacher-gap",
+        "Gap to each teacher",
+        "log q(student) − log p(teacher) of sampled tokens, in nats: an estimate of the "
+        "reverse KL, 0 where both agree.",
+        list(_by_name(run, _TEACHER_GAP)) or list(_by_name(run, _AGREEMENT, sign=-1)),
+        y="nats",
+    )
+    yield lines(
+        "lengths",
+        "Response length by source",
+        "Mean tokens of each step's responses. A length that keeps growing often ends in "
+        "truncation.",
+        list(_by_name(run, _LENGTH)),
+        y="tokens",
+    )
+
+
+def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
+    """Accuracy by source, from the evaluation before the first step on."""
+    for key in sorted(run.keys):
+        if (found := _ACCURACY.fullmatch(key)) is None:
+            continue
+        points = [*_initial(run, key), *run.series(key)]
+        error = next((k for k in run.keys if _is_error_of(k, found[1])), "")
+        by_step = dict([*_initial(run, error), *run.series(error)])
+        errors = [by_step.get(step, 0.0) for step, _ in points] if by_step else None
+        yield Line(found[1], points, errors)
+
+
+def _initial(run: RecordedRun, key: str) -> list[tuple[int, float]]:
+    """What the evaluation before training measured of the same."""
+    return run.series(key.replace("eval/", "eval_initial/", 1))
+
+
+def _is_error_of(key: str, source: str) -> bool:
+    """Whether the key is the standard error of the source's accuracy: that of its mean@n."""
+    return key.startswith(f"eval/{source}/mean@") and key.endswith("_stderr")
+
+
+def staleness(run: RecordedRun) -> Iterator[Chart | None]:
+    """The histogram of all trained samples, and the mean over time."""
+    lags = (_LAG.fullmatch(key) for key in sorted(run.keys))
+    counts = {int(found[1]): total(run.steps, found[0]) for found in lags if found}
+    trained = sum(counts.values()) or 1.0
+    most = max(counts, default=0)
+    named = [
+        (f"{lag} or more" if lag == 8 else str(lag), counts.get(lag, 0.0) / trained)
+        for lag in range(most + 1)
+    ]
+    yield bars(
+        "staleness",
+        "Staleness of trained samples",
+        "Weight versions between the oldest token of a sample and the weights it trained. About "
+        "async.staleness_threshold, and rarely more than one above it.",
+        named if counts else [],
+        x="versions",
+    )
+    found = [
+        Line("largest", run.series("staleness/max")),
+        Line("mean", run.series("staleness/mean")),  # drawn later: both are seen where they meet
+    ]
+    yield lines(
+        "staleness-steps",
+        "Staleness over time",
+        "Of each step's batch. It rises during the first versions and stays level after them.",
+        found,
+        y="versions",
+    )
+
+
+def throughput(run: RecordedRun) -> Iterator[Chart | None]:
+    """Samples per second, and how each pool spent its time."""
+    yield lines(
+        "rate",
+        "Throughput",
+        "Trained samples per second, step by step. It dips in weight syncs.",
+        [Line("samples/s", run.series("perf/samples_per_s"))],
+        y="samples/s",
+    )
+    size = -(-len(run.steps) // WINDOWS) or 1
+    windows = [run.steps[at : at + size] for at in range(0, len(run.steps), size)]
+    found = [(rows[-1].step, pool_times(run, rows)) for rows in windows]
+    for index, pool in enumerate(run.pools if found else ()):
+        shares = [(float(step), times[index].shares) for step, times in found if times]
+        names = [name for name in COLOURED if any(name in share for _, share in shares)]
+        yield shares_over_time(
+            f"pool-{index}",
+            f"{spoken(pool)}: computing and waiting".capitalize(),
+            "Shares of its time. The pool that limits computes nearly all of the time.",
+            names,
+            [(step, [share.get(name, 0.0) for name in names]) for step, share in shares],
+        )
+
+
+def sample_lives(lives: Sequence[Life]) -> Iterator[Chart]:
+    """The mean share of each part of a sample's life, and some single lives; none without lives."""
+    whole = sum(life.whole for life in lives)
+    if not whole:
+        return
+    ends = accumulate((sum(life.total(name) for life in lives) for name in PARTS), initial=0)
+    means = [
+        (name, *PARTS[name], start / whole, end / whole)
+        for name, (start, end) in zip(PARTS, pairwise(ends), strict=True)
+        if end > start
+    ]
+    work = sum(end - start for _, _, kind, start, end in means if kind == WORK)
+    mean_s = whole / len(lives) / 1e6
+    yield timeline(
+        "life",
+        "The life of a sample",
+        f"Means of {len(lives):,} trained samples, which the trace follows (one in {TRACED}): "
+        f"{mean_s:.3g} s from admission to the end of the step, {work:.0%} of them at work (thick "
+        "bars) and the others waiting (thin).",
+        [Span(name, name, place, kind == WORK, *at) for name, place, kind, *at in means],
+        places=PLACES,
+        x="share of its life",
+        form=".1~%",
+        columns=("the sample", "pool", "kind", "share", "mean (s)"),
+        rows=tuple(
+            (name, place, kind, f"{end - start:.1%}", f"{(end - start) * mean_s:.3g}")
+            for name, place, kind, start, end in means
+        ),
+    )
+    named = _named(lives)
+    yield timeline(
+        "lives",
+        "Single samples",
+        "From admission to the end of the step, in seconds; thick bars are work. The slowest ones "
+        "show where a long wait comes from.",
+        [
+            Span(row, name, PARTS[name][0], PARTS[name][1] == WORK, start / 1e6, end / 1e6)
+            for row, life in named
+            for name, start, end in life.parts
+        ],
+        places=PLACES,
+        x="seconds since admission",
+        columns=("life", "uid", "the sample", "kind", "begins (s)", "takes (s)"),
+        rows=tuple(
+            (
+                row,
+                life.uid,
+                name,
+                PARTS[name][1],
+                f"{start / 1e6:.4g}",
+                f"{(end - start) / 1e6:.4g}",
+            )
+            for row, life in named
+            for name, start, end in life.parts
+        ),
+    )
+
+
+def _named(lives: Sequence[Life]) -> list[tuple[str, Life]]:
+    """The fastest, the median and the slowest lives, each once."""
+    found = sorted(lives, key=lambda life: life.whole)
+    last = len(found) - 1
+    places = {"fastest": 0, "median": last // 2, "third slowest": last - 2}
+    places |= {"second slowest": last - 1, "slowest": last}
+    chosen = {at: name for name, at in places.items() if at >= 0}
+    return [(chosen[at], found[at]) for at in sorted(chosen)]
+
+
+COLOURED = (COMPUTING, PROMPTS, ROLLOUTS, SCORED, SYNC, GPUS, OTHER)
+"""Shares from below, so that pools have the same colours: of the waits for input each has one."""
+PLACES = tuple(dict.fromkeys(place for place, _ in PARTS.values()))
+
+
+def _by_name(run: RecordedRun, pattern: re.Pattern[str], sign: int = 1) -> Iterable[Line]:
+    """A line for each key that the pattern matches, named by its first group, times ``sign``."""
+    for key in sorted(run.keys):
+        if found := pattern.fullmatch(key):
+            yield Line(found[1], [(step, sign * value) for step, value in run.series(key)])

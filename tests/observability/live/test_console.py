@@ -1,0 +1,274 @@
+"""What people see of a run, on a terminal and in a log file."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import AsyncOPDError
+from async_opd.observability.live.console import LiveConsole, PlainConsole, open_console
+from async_opd.observability.live.view_state import ViewState
+from async_opd.observability.sinks import Summary
+from async_opd.observability.terminal import terminal_on
+
+METRICS = {
+    "loss/total": 0.125,
+    "train/grad_norm": 1.5,
+    "train/lr": 1e-5,
+    "rollout/tokens_per_s": 12_345.0,
+    "rollout/busy": 0.97,
+    "teacher/math/tokens_per_s": 800.0,
+    "teacher/math/busy": 0.4,
+    "train/tokens_per_s": 900.0,
+    "train/busy": 0.5,
+    "queue/rollouts/sort/ready": 7.0,
+    "queue/rollouts/sort/leased": 2.0,
+    "queue/scored/ready": 5.0,
+    "queue/scored/leased": 0.0,
+    "staleness/mean": 0.75,
+    "staleness/max": 2.0,
+    "sync/version": 3.0,
+    "eval/sort/accuracy": 0.625,
+    "perf/overlap": 0.8,
+}
+
+
+class Clock:
+    """Stands still unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def config(console: str = "auto", steps: int = 100) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {"sort": {"model": "a"}, "math": {"model": "b"}},
+            "data": {"train": "train.jsonl"},
+            "train": {"steps": steps},
+            "log": {"console": console},
+        }
+    )
+
+
+def summary(**changes: Any) -> Summary:
+    values: dict[str, Any] = {"status": "completed", "error": None, "steps": 100, "seconds": 3723.0}
+    return Summary(**{**values, "run_dir": Path("runs/demo"), **changes})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def state(clock: Clock) -> ViewState:
+    return ViewState(config(), clock)
+
+
+@pytest.fixture
+def out() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def plain(state: ViewState, out: io.StringIO, clock: Clock) -> PlainConsole:
+    return PlainConsole(state, out, clock)
+
+
+def row(text: str, label: str) -> list[str]:
+    """The words of the line that starts with the label."""
+    return next(line for line in text.splitlines() if line.strip().startswith(label)).split()
+
+
+def test_auto_is_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert isinstance(open_console(config(), file=Terminal()), LiveConsole)
+
+
+def test_auto_is_plain_on_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(open_console(config(), file=Terminal()), PlainConsole)
+
+
+def test_auto_is_plain_in_a_file(monkeypatch: pytest.MonkeyPatch, out: io.StringIO) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert isinstance(open_console(config(), file=out), PlainConsole)
+
+
+def test_off_is_no_console() -> None:
+    assert open_console(config("off")) is None
+
+
+def test_time_left_follows_the_pace_since_the_initial_evaluation(
+    state: ViewState, clock: Clock
+) -> None:
+    clock.now += 500
+    state.post(0, {})
+    clock.now += 20
+    state.post(10, {})
+    assert state.left_s == 180
+
+
+def test_time_left_falls_while_no_step_arrives(state: ViewState, clock: Clock) -> None:
+    state.post(0, {})
+    clock.now += 20
+    state.post(10, {})
+    clock.now += 5
+    assert state.left_s == 175
+
+
+def test_time_left_of_a_resumed_run_ignores_the_steps_before(
+    state: ViewState, clock: Clock
+) -> None:
+    state.post(90, {})
+    clock.now += 10
+    state.post(91, {})
+    assert state.left_s == 90
+
+
+def test_time_left_does_not_follow_an_evaluation_of_an_earlier_step(
+    state: ViewState, clock: Clock
+) -> None:
+    state.post(90, {})
+    clock.now += 10
+    state.post(91, {})
+    state.post(90, {"eval/sort/accuracy": 0.5})
+    assert state.left_s == 90
+
+
+def test_time_left_is_unknown_before_the_first_step(state: ViewState) -> None:
+    state.post(0, {})
+    assert state.left_s is None
+
+
+def test_the_live_display_refreshes_while_no_step_arrives(
+    state: ViewState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticked = threading.Event()
+    console = LiveConsole(state, Terminal())
+    console.start()
+    monkeypatch.setattr(console._live, "refresh", ticked.set)
+    assert ticked.wait(timeout=5)
+    console.close(summary())
+
+
+def test_a_display_that_broke_is_an_error_at_the_next_step(
+    state: ViewState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise BrokenPipeError("gone")
+
+    console = LiveConsole(state, Terminal())
+    console.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(console._live, "refresh", broken)
+        console._ticker.join(timeout=5)
+    with pytest.raises(AsyncOPDError, match="gone"):
+        console.log(1, {})
+    console.close(summary())
+
+
+def test_the_live_display_ends_with_the_end_screen(state: ViewState) -> None:
+    file = Terminal()
+    console = LiveConsole(state, file)
+    console.start()
+    console.close(summary())
+    assert "runs/demo" in file.getvalue()
+
+
+def test_a_plain_line_has_the_step_and_its_numbers(plain: PlainConsole, out: io.StringIO) -> None:
+    plain.log(1, METRICS)
+    line = out.getvalue()
+    assert line.startswith("step 1/100  loss 0.125")
+    assert "rollout 12.3k tok/s 97% busy" in line
+
+
+def test_steps_in_quick_succession_share_a_plain_line(
+    plain: PlainConsole, out: io.StringIO, clock: Clock
+) -> None:
+    for step in range(1, 6):
+        plain.log(step, METRICS)
+        clock.now += 0.5
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/100", "5/100"]
+
+
+def test_the_last_step_is_always_printed(plain: PlainConsole, out: io.StringIO) -> None:
+    plain.log(1, METRICS)
+    plain.log(100, METRICS)
+    assert "step 100/100" in out.getvalue()
+
+
+def test_the_step_at_which_a_run_broke_is_printed(plain: PlainConsole, out: io.StringIO) -> None:
+    plain.log(1, METRICS)
+    plain.log(2, METRICS)
+    plain.close(summary(status="failed", error="no memory"))
+    assert "step 2/100" in out.getvalue()
+
+
+def test_an_evaluation_is_no_step_of_its_own(plain: PlainConsole, out: io.StringIO) -> None:
+    plain.log(0, {"eval_initial/sort/accuracy": 0.1})
+    assert out.getvalue() == ""
+
+
+def test_plain_output_has_no_escape_sequences(
+    plain: PlainConsole, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    plain.log(1, METRICS)
+    plain.message("hello")
+    plain.close(summary(metrics={"eval/sort/accuracy": 0.5}))
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_end_screen_compares_before_after_and_teacher(
+    plain: PlainConsole, out: io.StringIO
+) -> None:
+    metrics = {
+        "eval_initial/sort/accuracy": 0.1,
+        "eval/sort/accuracy": 0.8,
+        "eval_teacher/sort/accuracy": 0.9,
+        "eval/math/accuracy": 0.5,
+    }
+    plain.close(summary(metrics=metrics))
+    table = out.getvalue().replace("│", " ")
+    assert row(table, "sort") == ["sort", "10.0%", "80.0%", "90.0%"]
+    assert row(table, "math") == ["math", "-", "50.0%", "-"]
+
+
+def test_the_end_screen_says_status_time_and_error(plain: PlainConsole, out: io.StringIO) -> None:
+    plain.close(summary(status="failed", error="train: out of memory"))
+    assert "failed, 100 steps in 1:02:03" in out.getvalue()
+    assert "train: out of memory" in out.getvalue()
+
+
+def test_the_run_directory_is_on_one_line(plain: PlainConsole, out: io.StringIO) -> None:
+    run_dir = Path("/very/long") / ("x" * 200)
+    plain.close(summary(run_dir=run_dir))
+    assert str(run_dir) in out.getvalue()
+
+
+def test_a_broken_pipe_does_not_end_the_process() -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError("gone")
+
+    with pytest.raises(BrokenPipeError):
+        terminal_on(Gone()).print("hello")

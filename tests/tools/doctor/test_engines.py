@@ -1,0 +1,285 @@
+"""What ``doctor --engines`` says of its measurements, on fake pools and teachers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_opd.cli import main
+from async_opd.cluster import launch
+from async_opd.config.lone_teacher import ITSELF
+from async_opd.config.run_config import RunConfig
+from async_opd.core.batch import Batch
+from async_opd.core.errors import EngineStartError
+from async_opd.core.reports import SyncReport
+from async_opd.core.row import Media
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs
+from async_opd.core.stages import SamplingSpec
+from async_opd.core.uid import Uid, rollout_uid
+from async_opd.tools.doctor.agreement import Agreement
+from async_opd.tools.doctor.engines import IMAGE_MASS, _apart, _floor, examine_engines
+from async_opd.tools.doctor.finding import Finding
+from async_opd.weight_sync.held_rows import HeldRow
+from async_opd.weight_sync.layout import Reference, WeightMeta
+from tests.checks.inputs import EXAMPLE, FEW, config
+
+LIMIT = 1e-3
+HELD = HeldRow(np.array([1, 2, 3], np.int32), 2)
+PROMPTS = [
+    Prompt(Uid("0:0"), "sort", "sort", np.array([5, 6], np.int32)),
+    Prompt(Uid("0:1"), "reverse", "reverse", np.array([6, 5], np.int32)),
+]
+
+
+@dataclass
+class Pools:
+    """The stages of a launch. Log-probabilities of all tokens are -1 everywhere.
+
+    ``syncs`` are the differences on held rows of the first sync and of the update.
+    """
+
+    syncs: list[float] = field(default_factory=lambda: [1e-4, 1e-4])
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def rollouter(self) -> Pools:
+        return self
+
+    @property
+    def trainer(self) -> Pools:
+        return self
+
+    @property
+    def queue(self) -> Pools:
+        return self
+
+    async def keep_media(
+        self, owned: Any, complete: bool = False, encoded: Any = None
+    ) -> list[str]:
+        self.calls.append(f"images of {', '.join(owned)}")
+        return []
+
+    async def drop_media(self, owners: Sequence[str]) -> None:
+        self.calls.append("no images")
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
+        self.calls.append(f"snapshot {version}")
+        reference = Reference((HELD,), (np.array([-1, -1], np.float32),), {"text": 1.0}, 1e-7)
+        return WeightMeta((), (), (), (), reference=reference)
+
+    async def push(self) -> SyncReport:
+        found = self.syncs.pop(0)
+        metrics = {"sync/freshness_nats": found, "sync/freshness_limit_nats": LIMIT}
+        return SyncReport(0, metrics | {"sync/student/0/freshness_nats": found})
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+        spans, logprobs = (VersionSpan(0, 0, 2),), np.array([-1, -1], np.float32)
+        ids = np.array([7, 2], np.int32)
+        return [
+            Rollout.plain(rollout_uid(one.uid, 0), one, ids, logprobs, spans, "stop")
+            for one in prompts
+        ]
+
+    async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
+        self.calls.append("update")
+        return {}
+
+
+@dataclass
+class Replica:
+    """Gives every token the log-probability ``value``."""
+
+    value: float
+
+    async def score(self, batch: Batch) -> Batch:
+        items = [one for one in batch.unpack() if isinstance(one, Rollout)]
+        values = [np.full(len(one.rollout_logprobs), self.value, np.float32) for one in items]
+        pairs = zip(items, values, strict=True)
+        return Batch.pack([Sample(one, SampledLogprobs(logprobs)) for one, logprobs in pairs])
+
+
+@dataclass
+class Cluster:
+    """Fakes of what is launched; ``teachers`` has the values of each teacher's replicas."""
+
+    pools: Pools = field(default_factory=Pools)
+    teachers: dict[str, list[float]] = field(
+        default_factory=lambda: {ITSELF: [-1.0], "sort": [-2.0], "reverse": [-2.0]}
+    )
+    launched: list[RunConfig] = field(default_factory=list)
+    shown: dict[str, list[str]] = field(default_factory=dict)
+    """Of each teacher the prompts whose images it was given."""
+    fails: bool = False
+
+    @asynccontextmanager
+    async def launch(self, config: RunConfig, **_: Any) -> AsyncIterator[Pools]:
+        if self.fails:
+            raise EngineStartError("student/0", "out of memory", "a smaller model")
+        self.launched.append(config)
+        yield self.pools
+
+    @asynccontextmanager
+    async def launch_teacher(
+        self, config: RunConfig, name: str, prompts: Sequence[Prompt] = (), **_: Any
+    ) -> AsyncIterator[list[Replica]]:
+        self.launched.append(config)
+        self.shown[name] = [one.uid for one in prompts]
+        kind = config.teachers[name].kind
+        yield [Replica(value) for value in self.teachers.get(f"{kind} {name}", self.teachers[name])]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(launch, "launch", made.launch)
+    monkeypatch.setattr(launch, "launch_teacher", made.launch_teacher)
+    return made
+
+
+def found(tmp_path: Path, *overrides: str) -> list[Finding]:
+    work = examine_engines(config(*overrides), "cpu", (2,), PROMPTS, tmp_path, [].append)
+    return asyncio.run(work)
+
+
+def test_engines_that_agree_are_ok(cluster: Cluster, tmp_path: Path) -> None:
+    lines = found(tmp_path)
+    assert {one.status for one in lines} == {"ok"}
+    assert cluster.pools.calls == ["snapshot 0", "update", "snapshot 1"]
+    assert [sorted(one.teachers) for one in cluster.launched[1:]] == [
+        [ITSELF],
+        ["sort"],
+        ["reverse"],
+    ]
+
+
+def test_every_sync_is_proven_and_the_run_directory_is_left_alone(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    found(tmp_path, "sync.verify_every=0", "run_dir=/elsewhere")
+    assert cluster.launched[0].sync.verify_every == 1
+    assert cluster.launched[0].run_dir == str(tmp_path)
+
+
+def test_a_scoring_engine_that_is_off_is_a_floor_with_a_warning(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.teachers[ITSELF] = [-1.25]
+    floors = [one for one in found(tmp_path) if "mismatch floor" in one.found]
+    assert [one.status for one in floors] == ["warning", "warning"]
+    assert "mean |Δ| 0.25, largest 0.25, bias +0.25 nats over 4 tokens" in floors[0].found
+    assert "trainer against scoring engine" in floors[1].found
+    assert all("head_dtype" in one.remedy for one in floors)
+
+
+def test_a_floor_of_a_student_that_sees_names_the_tokens_that_are_not_sampled() -> None:
+    off = Agreement(10, 0.1, 0.2, 0.1)
+    assert "stand for images" in _floor("its responses", off, 1e-3, IMAGE_MASS).remedy
+    assert "stand for images" not in _floor("its responses", off, 1e-3).remedy
+
+
+def test_an_update_that_a_replica_does_not_compute_with_is_an_error(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.pools.syncs = [1e-4, 0.5]
+    (error,) = [one for one in found(tmp_path) if one.status == "error"]
+    assert error.found.startswith("one update, rollout engines against trainer: mean |Δ| 0.5")
+
+
+def test_a_comparison_with_quantized_engines_is_no_proof(cluster: Cluster, tmp_path: Path) -> None:
+    lines = found(tmp_path, "rollout.engine.extra={quantization: fp8_per_block}")
+    synced = [one for one in lines if "rollout engines against trainer" in one.found]
+    assert [one.status for one in synced] == ["warning", "warning"]
+    assert all("no proof: quantized engines (rollout.engine.extra)" in one.found for one in synced)
+
+
+def test_what_was_compared_on_no_token_is_no_agreement() -> None:
+    nothing = Agreement.of([], [])
+    assert _floor("its responses", nothing, 1e-3).status == "warning"
+    assert _apart("t", "its replicas", nothing, 0.0, 1e-3).status == "warning"
+
+
+def test_the_replicas_that_are_farthest_apart_are_named(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.teachers["sort"] = [-2.0, -2.0, -2.5]
+    (line,) = [one for one in found(tmp_path) if one.status == "warning"]
+    assert "teachers.sort: the two of its 3 replicas that are farthest apart" in line.found
+    assert "mean |Δ| 0.5" in line.found
+    assert "from the student it is 1 nats" in line.found
+
+
+def test_a_server_is_compared_with_its_weights(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.teachers |= {"endpoint sort": [-2.0], "vllm sort": [-2.5]}
+    model = EXAMPLE.parent / "quickstart" / "models" / "teacher-sort"
+    served = f"{{kind: endpoint, urls: ['http://127.0.0.1:9'], served_model: s, model: {model}}}"
+    (line,) = [one for one in found(tmp_path, f"teachers.sort={served}") if one.status != "ok"]
+    assert line.found.startswith("teachers.sort: its server and its weights: mean |Δ| 0.5")
+
+
+def test_pools_that_do_not_start_are_an_error_with_the_cause(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.fails = True
+    (error,) = found(tmp_path)
+    assert (error.status, error.remedy) == ("error", "a smaller model")
+    assert "student/0: out of memory" in error.found
+
+
+def test_what_was_measured_stays_when_a_later_start_fails(cluster: Cluster, tmp_path: Path) -> None:
+    del cluster.teachers["sort"]
+    lines = found(tmp_path)
+    assert [one.status for one in lines] == ["ok"] * 4 + ["error", "ok"]
+    assert lines[4].found == "teachers.sort could not be measured: 'sort'"
+
+
+def test_the_command_starts_engines_when_asked(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["doctor", str(EXAMPLE), *FEW, "log.wandb=off"]
+    assert main([*command, "--engines"]) == 0
+    assert "ok      engines      mismatch floor" in capsys.readouterr().out
+    started = len(cluster.launched)
+    assert main(command) == 0
+    assert len(cluster.launched) == started
+
+
+def test_engines_are_not_started_after_an_error(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", str(EXAMPLE), *FEW, "student.model=/no", "--engines"]) == 2
+    assert "engines      not started" in capsys.readouterr().out
+    assert cluster.launched == []
+
+
+def with_image(prompt: Prompt) -> Prompt:
+    media = Media(prompt.uid[-1] * 64, 3, 8, 8)
+    return replace(prompt, media=(media,), encoded={media.sha256: b"png"})
+
+
+def test_images_of_prompts_are_there_while_the_student_answers_and_is_trained(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    prompts = [with_image(PROMPTS[0]), *PROMPTS[1:]]
+    asyncio.run(examine_engines(config(), "cpu", (2,), prompts, tmp_path, [].append))
+    assert cluster.pools.calls == [
+        "snapshot 0", "images of doctor", "update", "no images", "snapshot 1"
+    ]  # fmt: skip
+
+
+def test_a_teacher_scores_images_of_its_own_sources_only(cluster: Cluster, tmp_path: Path) -> None:
+    prompts = [with_image(one) for one in PROMPTS]
+    asyncio.run(examine_engines(config(), "cpu", (2,), prompts, tmp_path, [].append))
+    everything = {one.uid for one in prompts}
+    assert set(cluster.shown[ITSELF]) == everything
+    for name in ("sort", "reverse"):
+        assert set(cluster.shown[name]) == {p.uid for p in prompts if p.data_source == name}

@@ -1,0 +1,123 @@
+"""``async_opd quickstart``: the example's files, copied where they may be changed, and run."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_opd import cli
+from async_opd.cli import main
+from async_opd.config.load import load_config
+from async_opd.core.errors import ConfigError
+from async_opd.tools.first_steps.quickstart import CONFIG, INPUTS, copy_to, packaged
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "quickstart.yaml"
+
+
+@pytest.fixture
+def quickstart(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
+    """Runs the command; returns the arguments that ``async_opd run`` would get."""
+
+    def runs(*arguments: str) -> argparse.Namespace:
+        ran: list[list[str]] = []
+        monkeypatch.setattr(cli, "main", lambda words: ran.append(words) or 0)  # type: ignore[func-returns-value]
+        given = cli.parser("quickstart").parse_args(["quickstart", *arguments])
+        assert given.command(given) == 0
+        return cli.parser("run").parse_args(ran[0])
+
+    return runs
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_quickstart_runs_a_copy_of_the_example_in_its_directory(
+    quickstart: Callable[..., argparse.Namespace], tmp_path: Path
+) -> None:
+    given = quickstart(str(tmp_path / "first"))
+    copied = files(tmp_path / "first")
+    assert given.config == str(tmp_path / "first" / "quickstart.yaml")
+    assert copied.pop("quickstart.yaml") == EXAMPLE.read_bytes()
+    inputs = {
+        f"{name}/{path}": content
+        for name in INPUTS
+        for path, content in files(EXAMPLE.parent / name).items()
+    }
+    assert copied == inputs
+    assert given.run_dir.startswith(str(tmp_path / "first" / "runs" / "quickstart-"))
+
+
+def test_the_copy_is_the_same_run_as_make_quickstart(tmp_path: Path) -> None:
+    copy_to(tmp_path)
+    of, here = (load_config(path).model_dump() for path in (EXAMPLE, tmp_path / CONFIG))
+    assert {key for key in of if of[key] != here[key]} == {"student", "teachers", "data"}  # paths
+    assert "async_opd run examples/quickstart.yaml" in (ROOT / "Makefile").read_text()
+
+
+def test_what_the_user_changed_is_kept(
+    quickstart: Callable[..., argparse.Namespace], tmp_path: Path
+) -> None:
+    copy_to(tmp_path)
+    (tmp_path / CONFIG).write_text("mine")
+    quickstart(str(tmp_path))
+    assert (tmp_path / CONFIG).read_text() == "mine"
+
+
+def test_another_folder_of_the_name_is_not_written_into(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").mkdir()
+    with pytest.raises(ConfigError, match="name another directory"):
+        copy_to(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "cause"),
+    [
+        ("train.steps=7", "--set train.steps=7"),
+        ("file", "is no directory"),
+        ("lacking", "exists, but quickstart.yaml beside it does not"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_dry_run_refuses_the_directories_that_a_run_refuses(
+    folder: str,
+    cause: str,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "lacking" / "quickstart").mkdir(parents=True)
+    assert main(["quickstart", folder, *options]) == 2
+    assert cause in capsys.readouterr().err
+
+
+def test_a_copy_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / ".quickstart.partial" / "models").mkdir(parents=True)
+    copy_to(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quickstart", "quickstart.yaml"]
+
+
+def test_a_dry_run_of_the_quickstart_checks_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart", "new", "--dry-run", "--set", "train.steps=7"]) == 0
+    assert "steps: 7\n" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_wheel_has_the_quickstarts_files_where_the_command_looks_for_them() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = wheel["targets"]["wheel"]["force-include"]
+    examples = packaged().relative_to(ROOT)
+    assert included == {
+        str(examples / name): f"async_opd/examples/{name}" for name in (CONFIG, *INPUTS)
+    }

@@ -1,0 +1,63 @@
+"""A key of another framework in one of our files is answered by our name for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_opd.config.foreign_keys import FOREIGN, SECTIONS, name_here
+from async_opd.config.keys import keys_called
+from async_opd.config.load import load_config
+from async_opd.core.errors import ConfigError
+from async_opd.tools.importing.entries import To, Together
+from async_opd.tools.importing.frameworks import FRAMEWORKS
+
+OURS = "student: {model: s}\nteachers: {t: {model: t}}\ndata: {train: t.jsonl}\n"
+KEYS = [(name, key, ours) for name, keys in FOREIGN.items() for key, ours in keys.items()]
+
+
+@pytest.mark.parametrize(("name", "key", "ours"), KEYS)
+def test_a_name_is_that_of_the_frameworks_table(name: str, key: str, ours: str) -> None:
+    table = FRAMEWORKS[name.lower()].table
+    found = [
+        entry.key if isinstance(entry, To) else entry.keys
+        for theirs, entry in table.items()
+        if theirs.rpartition(".")[2].rstrip("*") == key and isinstance(entry, To | Together)
+    ]
+    assert any(ours in one.replace(" or ", ", ").split(", ") for one in found), found
+
+
+@pytest.mark.parametrize("ours", sorted({ours for _, _, ours in KEYS}))
+def test_our_name_is_a_key(ours: str) -> None:
+    assert ours in keys_called(ours.rpartition(".")[2])
+
+
+def test_no_name_is_one_of_our_own_keys() -> None:
+    assert [key for _, key, _ in KEYS if keys_called(key)] == []
+    assert [key for key in SECTIONS if keys_called(key)] == []
+
+
+def problem(text: str, folder: Path) -> str:
+    file = folder / "config.yaml"
+    file.write_text(OURS + text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    (found,) = caught.value.problems
+    return f"{found.message} → {found.remedy}"
+
+
+def test_an_unknown_key_of_theirs_is_answered_with_ours(tmp_path: Path) -> None:
+    assert problem("rollout: {max_response_length: 512}", tmp_path) == (
+        "unknown key (value 512): verl's name for rollout.max_tokens → write rollout.max_tokens"
+    )
+
+
+def test_a_section_of_theirs_is_answered_with_the_command(tmp_path: Path) -> None:
+    assert problem("actor_rollout_ref: {}", tmp_path) == (
+        "is a section of verl → turn the file into a config: async_opd import"
+    )
+
+
+def test_another_unknown_key_has_no_name_here() -> None:
+    assert name_here("train.batchsize") is None

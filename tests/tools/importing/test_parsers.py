@@ -1,0 +1,203 @@
+"""Scripts are parsed, never executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_opd.config.yaml_text import YamlError
+from async_opd.tools.importing.budget import Budget
+from async_opd.tools.importing.draft import Expression
+from async_opd.tools.importing.hydra import flags, overrides
+from async_opd.tools.importing.python_script import read_python
+from async_opd.tools.importing.shell import read_shell
+from async_opd.tools.importing.yaml_tree import read_yaml
+
+
+def words(text: str) -> list[str]:
+    (found,) = read_shell(text, Budget()).commands
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a=1\nrun x=$a y=${a}b z=\"$a c\"", ["run", "x=1", "y=1b", "z=1 c"]),
+        ("run x=${A:-7} y=${B:=8} z=${C-9}", ["run", "x=7", "y=8", "z=9"]),
+        ("a=3\nrun x=${A:-${a}}", ["run", "x=3"]),
+        ("run a=1 \\\n    b=2 \\\n    c=3", ["run", "a=1", "b=2", "c=3"]),
+        ("A=(\n  x=1  # why\n  y='a # b'\n)\nrun \"${A[@]}\"", ["run", "x=1", "y=a # b"]),
+        ("A=(x=1)\nA+=(y=2)\nrun \"${A[@]}\"", ["run", "x=1", "y=2"]),
+        ("a=2\nrun x=$((a * (3 + 4) + 1)) y=$(( $a-5 ))", ["run", "x=15", "y=-3"]),
+        ("export a=1\nrun $a", ["run", "1"]),
+        ("run $HOME/data \"$@\"", ["run", "${HOME}/data", "$@"]),
+        ("a=${a}b\nrun $a", ["run", "${a}b"]),
+    ],
+)  # fmt: skip
+def test_variables_arrays_and_sums_of_a_script_are_followed(text: str, expected: list[str]) -> None:
+    assert words(text) == expected
+
+
+def test_what_stands_in_a_condition_is_named_and_not_read() -> None:
+    script = read_shell(
+        "a=1\nif [ $b ]; then\n  a=2\nfi\nfor x in 1; do run y; done\nrun $a\n", Budget()
+    )
+    assert script.commands == [["run", "1"]]
+    assert script.skipped == ["if [ $b ]; then", "for x in 1; do run y; done"]
+
+
+def test_no_command_of_a_script_runs(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    read_shell(
+        f"touch {marker}\nx=$(touch {marker})\ny=`touch {marker}`\nz=$(( $(touch {marker}) ))",
+        Budget(),
+    )
+    read_python(f"open({str(marker)!r}, 'w')\nGKDConfig(beta=open({str(marker)!r}, 'w'))", Budget())
+    assert not marker.exists()
+
+
+def test_overrides_are_values_with_plus_signs_and_quotes() -> None:
+    found = overrides(
+        ["+a.b=1", "++a.c='x'", "a.d=['p', 'q']", "a.e=1e-6", "a.f=null", "a.g=False"], Budget()
+    )
+    assert found == {
+        "a.b": 1,
+        "a.c": "x",
+        "a.d": ["p", "q"],
+        "a.e": 1e-6,
+        "a.f": None,
+        "a.g": False,
+    }
+
+
+def test_flags_have_a_value_or_are_true() -> None:
+    given = ["x.py", "--learning_rate", "2e-5", "--use_peft", "--lora-r=8", "--beta", "-1"]
+    assert flags(given, Budget()) == {
+        "learning_rate": 2e-5,
+        "use_peft": True,
+        "lora_r": 8,
+        "beta": -1,
+    }
+
+
+def test_a_flag_may_have_several_values_and_what_the_shell_reads_is_none() -> None:
+    given = ["trl", "gold", "--lora_target_modules", "q_proj", "k_proj", "--use_peft", "2>&1", "|"]
+    assert flags([*given, "tee", "log"], Budget()) == {
+        "lora_target_modules": ["q_proj", "k_proj"],
+        "use_peft": True,
+    }
+
+
+def test_overrides_of_whole_sections_are_those_of_their_keys_and_removed_keys_are_named() -> None:
+    assert overrides(["+a.b={c:1,d:{e:x}}", "~a.f", "a.g={}"], Budget()) == {
+        "a.b.c": 1,
+        "a.b.d.e": "x",
+        "~a.f": None,
+        "a.g": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr = 1e-5\nif big:\n    lr = 1e-6\nGKDConfig(learning_rate=lr)",
+        "lr = 1e-5\nlr *= 2\nGKDConfig(learning_rate=lr)",
+        "lr = 1e-5\nfor lr in rates:\n    GKDConfig(learning_rate=lr)",
+        "lr = 1e-5\ndef train(lr):\n    GKDConfig(learning_rate=lr)",
+        "lr = lr\nGKDConfig(learning_rate=lr)",
+    ],
+)
+def test_a_name_with_more_than_one_value_is_no_literal(text: str) -> None:
+    assert read_python(text, Budget())["learning_rate"] == Expression("lr")
+
+
+def test_keys_that_two_calls_set_differently_are_named() -> None:
+    found = read_python("GKDConfig(beta=0.1, seed=3)\nGKDConfig(beta=0.9, seed=3)", Budget())
+    assert (found["beta"], found["seed"]) == (Expression("0.1 or 0.9"), 3)
+
+
+def test_arguments_that_are_passed_on_are_named() -> None:
+    found = read_python("rest = {'beta': 0.5}\nGKDConfig(**rest, **others())", Budget())
+    assert (found["beta"], found["**others()"]) == (0.5, Expression("others()"))
+
+
+def test_models_that_are_given_by_position_are_read_and_a_name_that_is_itself_ends() -> None:
+    found = read_python("model = model\nGKDTrainer(model, 'teacher')", Budget())
+    assert found["model_name_or_path"] == Expression("model")
+    assert found["teacher_model_name_or_path"] == "teacher"
+
+
+def test_a_second_data_set_is_named() -> None:
+    found = read_python(
+        "load_dataset('a', split='train')\nload_dataset('b', split='test')", Budget()
+    )
+    assert (found["dataset_name"], found["dataset_train_split"]) == ("a", "train")
+    assert found["load_dataset"] == Expression("load_dataset('b', split='test')")
+
+
+def test_a_scripts_literals_and_names_are_followed_and_the_rest_is_named() -> None:
+    found = read_python(
+        "name = 'student'\nmodel = AutoModelForCausalLM.from_pretrained(name)\n"
+        "args = GKDConfig(beta=0.5, seed=compute(3), lmbda=lmbda)\n"
+        "GKDTrainer(model=model, teacher_model='teacher', args=args)\n",
+        Budget(),
+    )
+    assert found["config_class"] == "GKDConfig"
+    assert (found["model_name_or_path"], found["teacher_model_name_or_path"]) == (
+        "student",
+        "teacher",
+    )
+    assert found["beta"] == 0.5
+    assert found["seed"] == Expression("compute(3)")
+    assert found["lmbda"] == Expression("lmbda")
+
+
+def test_parents_of_a_yaml_file_are_merged_and_references_resolved(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(
+        "a: {b: 1, c: '${.b}', d: '${..e}'}\ne: 5\nf: '${mul:${a.b}, 4}'"
+    )
+    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\na: {b: 2}\ng: x-${a.b}")
+    found, parents, missing = read_yaml(tmp_path / "child.yaml", Budget())
+    assert found == {"a.b": 2, "a.c": 2, "a.d": 5, "e": 5, "f": 8, "g": "x-2"}
+    assert (parents, missing) == (["parent.yaml"], [])
+
+
+def test_a_parent_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "child.yaml").write_text("defaults: ../none.yaml\na: 1")
+    assert read_yaml(tmp_path / "child.yaml", Budget()) == ({"a": 1}, [], ["../none.yaml"])
+
+
+def test_references_whose_text_doubles_with_each_line_are_refused_and_take_no_memory(
+    tmp_path: Path,
+) -> None:
+    lines = ["k0: abcdefgh", *(f"k{n + 1}: ${{k{n}}}${{k{n}}}" for n in range(60))]
+    (tmp_path / "grows.yaml").write_text("\n".join(lines))
+    with pytest.raises(SyntaxError, match=r"more than 4,194,304 characters, at 'k\d\d'"):
+        read_yaml(tmp_path / "grows.yaml", Budget())
+
+
+@pytest.mark.parametrize("text", ["a: x${a}", "a: ${a}", "a: {b: '${..c}'}\nc: ${a.b}"])
+def test_a_value_that_refers_to_itself_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "self.yaml").write_text(text)
+    with pytest.raises(YamlError, match="refers to itself"):
+        read_yaml(tmp_path / "self.yaml", Budget())
+
+
+def test_references_to_references_are_followed_however_many_there_are(tmp_path: Path) -> None:
+    lines = ["k0: 7", *(f"k{n + 1}: ${{k{n}}}" for n in range(30))]
+    (tmp_path / "long.yaml").write_text("\n".join(lines))
+    assert read_yaml(tmp_path / "long.yaml", Budget())[0]["k30"] == 7
+
+
+def test_a_scripts_variables_that_double_with_each_line_are_refused() -> None:
+    lines = ["a=abcdefgh", *(["a=$a$a"] * 60), "run x=$a"]
+    with pytest.raises(SyntaxError, match="4,194,304 characters"):
+        read_shell("\n".join(lines), Budget())
+    with pytest.raises(SyntaxError, match="4,194,304 characters"):
+        read_shell("\n".join(["A=(abcdefgh)", *(['A+=("${A[@]}")'] * 60)]), Budget())
+
+
+def test_a_variable_has_the_value_that_it_had_when_its_line_was_run() -> None:
+    assert words("a=$b\nb=5\nrun $a") == ["run", "${b}"]
+    assert words("a='$b'\nb=5\nrun $b") == ["run", "5"]

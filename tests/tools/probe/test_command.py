@@ -1,0 +1,240 @@
+"""``async_opd probe`` on fake engines: what it starts, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_opd.cli import main
+from async_opd.cluster import launch
+from async_opd.config.load import load_config
+from async_opd.config.lone_teacher import ITSELF
+from async_opd.config.run_config import RunConfig
+from async_opd.core.batch import Batch, unpack
+from async_opd.core.errors import EngineStartError, Problem, StageError
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import TopK
+from async_opd.core.stages import SamplingSpec
+from async_opd.core.uid import rollout_uid
+from async_opd.models.tokenizer import Text
+from async_opd.tools.probe import engines
+from tests.checks.inputs import EXAMPLE, FEW
+from tests.tools.doctor.test_templates import PLAIN, with_template
+
+COMMAND = ["probe", str(EXAMPLE), *FEW]
+
+
+@dataclass
+class Replica:
+    """Answers ``sort`` rightly if it is ``good``, with two tokens of nearly all mass."""
+
+    text: Text
+    good: bool
+    fails: bool = False
+
+    async def run(self) -> None:
+        if self.fails:
+            raise StageError("eval/0", "its process died")
+        await asyncio.Event().wait()
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        if self.fails:
+            await asyncio.Event().wait()
+        made = []
+        for one in prompts:
+            word = self.text.decode(one.token_ids.tolist()).partition(" ")[2].strip("=")
+            answer = "".join(sorted(word)) if self.good else "?"
+            ids = np.array(self.text.plain(answer), np.int32)
+            spans, logprobs = (VersionSpan(0, 0, len(ids)),), np.full(len(ids), -1, np.float32)
+            uid = rollout_uid(one.uid, 0)
+            made.append(Rollout.plain(uid, one, ids, logprobs, spans, "stop"))
+        return made
+
+    async def score(self, batch: Batch) -> Batch:
+        logs, ids = np.log([0.6, 0.4]).astype(np.float32), np.array([20, 21], np.int32)
+        found = []
+        for one in unpack(Rollout, [batch]):
+            length = len(one.rollout_logprobs)
+            own, rest = np.full(length, -1.0, np.float32), np.full(length, -100.0, np.float32)
+            scores = TopK(np.tile(ids, (length, 1)), np.tile(logs, (length, 1)), own, rest)
+            found.append(Sample(one, scores))
+        return Batch.pack(found)
+
+
+@dataclass
+class Cluster:
+    """Fakes of what is launched, in order."""
+
+    text: Text = field(default_factory=lambda: Text.of(load_config(EXAMPLE, FEW)))
+    launched: list[str] = field(default_factory=list)
+    configs: list[RunConfig] = field(default_factory=list)
+    fails: str = ""
+
+    @asynccontextmanager
+    async def evaluators(self, config: RunConfig, **_: Any) -> AsyncIterator[Replica]:
+        self.launched.append("rollout engine")
+        self.configs.append(config)
+        yield Replica(self.text, good=False, fails=self.fails == "student")
+
+    @asynccontextmanager
+    async def teacher(self, config: RunConfig, name: str, **_: Any) -> AsyncIterator[list[Replica]]:
+        if self.fails == name:
+            raise EngineStartError(f"teachers.{name}", "out of memory", "a smaller model")
+        self.launched.append(name)
+        self.configs.append(config)
+        yield [Replica(self.text, good=True), Replica(self.text, good=True)]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(launch, "launch_evaluators", made.evaluators)
+    monkeypatch.setattr(launch, "launch_teacher", made.teacher)
+    return made
+
+
+def documents(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+    assert main([*COMMAND, *arguments, "--json"]) == 0
+    return {one["source"]: one for one in json.loads(capsys.readouterr().out)["pairs"]}
+
+
+def test_engines_are_started_one_after_the_other(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = documents(capsys)
+    assert cluster.launched == ["rollout engine", ITSELF, "reverse", "sort"]
+    assert sorted(found) == ["reverse", "sort"]
+
+
+def test_a_source_has_the_accuracy_of_both_models(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = documents(capsys)["sort"]
+    assert found["student_accuracy"]["mean"] == 0
+    assert found["teacher_accuracy"]["mean"] == 1
+    assert found["verdict"]["kind"] == "will_teach"
+    assert found["verdict"]["score"] == pytest.approx(1)
+
+
+def test_the_text_names_verdict_figures_and_suggestion(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(COMMAND) == 0
+    said = capsys.readouterr().out
+    assert "sort, teacher sort: will teach: the teacher is better (+100.0% ± 0.0%)" in said
+    assert "accuracy     student 0.0% ± 0.0%, teacher 100.0% ± 0.0%" in said
+    assert "the teacher's log-probability is -1.00 nats of their first token" in said
+    assert "suggestion   loss.kind=forward_kl loss.top_k=2 teachers.sort.weight=" in said
+
+
+def test_what_the_teachers_own_template_changes_is_shown(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    student = with_template(tmp_path, "student", PLAIN)
+    teacher = with_template(tmp_path, "teacher-sort", "x" + PLAIN)
+    paths = [f"student.model={student}", f"teachers.sort.model={teacher}"]
+    assert main([*COMMAND, *paths]) == 0
+    assert "own template changes the teacher's accuracy by +0.0% ± 0.0%" in capsys.readouterr().out
+
+
+def test_every_engine_scores_the_same_top_k_on_its_own_devices(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents(capsys, "loss={kind: k1}")
+    for config in cluster.configs[1:]:
+        assert (config.loss.kind, getattr(config.loss, "top_k", 0)) == ("forward_kl", 64)
+        assert len(config.teachers) == 1
+    assert cluster.configs[0].eval.replicas == cluster.configs[0].rollout.replicas
+
+
+SERVED = "teachers.sort={kind: endpoint, urls: ['http://127.0.0.1:9'], served_model: s}"
+
+
+@pytest.mark.parametrize(("loss", "k"), [("{kind: jsd, top_k: 8}", 8), ("{kind: k1}", 20)])
+def test_a_server_is_asked_for_no_more_tokens_than_the_run_or_its_default(
+    cluster: Cluster,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    loss: str,
+    k: int,
+) -> None:
+    checked: list[RunConfig] = []
+
+    def nothing_wrong(config: RunConfig, where: str, shown: Any) -> list[Problem]:
+        checked.append(config)
+        return []
+
+    monkeypatch.setattr(engines, "check_endpoints", nothing_wrong)
+    documents(capsys, SERVED, f"loss={loss}")
+    assert {getattr(one.loss, "top_k", 0) for one in (*checked, *cluster.configs[1:])} == {k}
+
+
+def test_a_server_that_does_not_answer_is_a_problem_before_any_start(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, SERVED, "teachers.sort.health.timeout_s=5"]) == 2
+    assert "teachers.sort" in capsys.readouterr().err
+    assert cluster.launched == []
+
+
+def test_at_most_so_many_prompts_of_each_source_are_asked(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {one["prompts"] for one in documents(capsys, "--prompts", "1").values()} == {1}
+
+
+def without_answers(tmp_path: Path) -> str:
+    rows = [{"prompt": f"{task} 21=", "data_source": task} for task in ("sort", "reverse")]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    return f"data.train=[{data}]"
+
+
+def test_without_answers_in_the_data_nobody_is_graded_and_the_words_say_so(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = without_answers(tmp_path)
+    found = documents(capsys, data, "data.eval=[]")["sort"]
+    assert found["headroom"] is None
+    assert found["verdict"]["score"] is None
+    assert main([*COMMAND, data, "data.eval=[]"]) == 0
+    assert "unknown (no grader)" in capsys.readouterr().out
+
+
+def test_evaluation_prompts_are_asked_where_only_they_have_answers(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = documents(capsys, without_answers(tmp_path))["sort"]
+    assert found["teacher_accuracy"]["mean"] == 1
+
+
+def test_an_engine_that_does_not_start_is_a_failure_with_its_remedy(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.fails = "sort"
+    assert main(COMMAND) == 1
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_a_student_that_dies_ends_the_probe(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.fails = "student"
+    assert main(COMMAND) == 1
+    assert "its process died" in capsys.readouterr().err
+
+
+def test_no_engine_is_started_for_a_wrong_config(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, "student.model=/no"]) == 2
+    assert main([*COMMAND, "--prompts", "0"]) == 2
+    assert cluster.launched == []

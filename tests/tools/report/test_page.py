@@ -1,0 +1,322 @@
+"""The HTML of reports and comparisons: complete, self-contained, and hostile texts are inert."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from async_opd.checkpoint.mirror import Mirror
+from async_opd.checkpoint.run_copies import RunCopies
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.cli import main
+from async_opd.config.load import load_config
+from async_opd.core.errors import ConfigError
+from async_opd.files.origin import add_origin, read_origins
+from async_opd.observability.sinks import Summary
+from async_opd.tools.report.charts import shares_over_time
+from async_opd.tools.report.comparison import differing_keys, labels
+from async_opd.tools.report.facts import Facts, facts_of
+from async_opd.tools.report.recorded_run import RecordedRun, read_recorded_run
+from async_opd.tools.report.run_charts import evaluation_lines, sample_lives, staleness
+from async_opd.tools.report.run_report import report
+from async_opd.tools.report.verdict import judge
+from tests.tools.plan.runs import CONFIG, write_run
+from tests.tools.report.pages import HOSTILE, write_full_run
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("vl_convert", reason="the extra report is not installed")
+MOST = 3_000_000
+
+
+class Tags(HTMLParser):
+    """All tags of a page with their attributes, and the content of its scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return read_recorded_run(write_full_run(tmp_path_factory.mktemp("runs") / "full"))
+
+
+@pytest.fixture(scope="module")
+def html(run: RecordedRun) -> str:
+    return report(run, judge(run), "With one more GPU, the plan predicts +20 % samples/s.")
+
+
+def test_the_page_has_every_section(html: str) -> None:
+    for text in (
+        "the trainer limits",
+        "the plan predicts +20 %",
+        "Accuracy by source",
+        "Gap to each teacher",
+        "Several answers to each prompt",
+        "Staleness of trained samples",
+        "Rollout: computing and waiting",
+        "The life of a sample",
+        "is rebuilt",
+        "3 dead letters",
+        "commit 8d1f3a0c",
+        "tokens_per_micro_batch",
+    ):
+        assert text in html, text
+
+
+def test_the_page_is_one_file_below_three_megabytes(html: str) -> None:
+    assert len(html.encode()) < MOST
+    tags = Tags(html).found
+    from_outside = {"srcset", "data", "poster"}
+    assert [a for _, a in tags if from_outside & a.keys()] == []
+    assert all((a["src"] or "").startswith("data:image/") for _, a in tags if "src" in a)
+    assert all(a["href"].startswith("#") for _, a in tags if a.get("href"))  # type: ignore[union-attr]
+    assert not [tag for tag, _ in tags if tag in ("link", "iframe", "object", "base")]
+
+
+def test_the_policy_forbids_the_network_and_every_script_but_its_own(html: str) -> None:
+    (policy,) = (a["content"] for t, a in Tags(html).found if a.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy
+    assert "'unsafe-inline'" not in policy.split("style-src")[0]
+
+
+def test_a_script_in_a_text_of_the_run_is_text(html: str) -> None:
+    assert HOSTILE not in html
+    assert html.count("<script") == 4  # data of charts and tokens, the bundle, the page's own
+    assert "onerror=" not in "".join(f"{t} {sorted(a)}" for t, a in Tags(html).found)
+
+
+def test_every_chart_has_its_numbers_as_a_table(html: str) -> None:
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html)
+    assert found is not None
+    charts = json.loads(found[1])
+    assert len(charts) >= 9
+    assert html.count("<figure") == html.count("<summary>Numbers") == len(charts)
+
+
+def test_the_specifications_are_valid_vega_lite(html: str) -> None:
+    altair = pytest.importorskip("altair")
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html)
+    assert found is not None
+    for spec in json.loads(found[1]).values():
+        altair.Chart.from_dict({"width": "container", "height": 210, **spec})
+
+
+def test_a_running_run_of_no_steps_has_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    run = read_recorded_run(folder)
+    assert "too few steps" in report(run, judge(run), "")
+
+
+def test_a_run_that_was_evaluated_before_training_only_has_its_accuracy(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    row = {"step": 0, "time": 1.0, "eval_initial/sort/accuracy": 0.125}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    run = read_recorded_run(folder)
+    assert "12.5%" in report(run, judge(run), "")
+
+
+def test_accuracies_have_the_standard_errors_of_their_means(run: RecordedRun) -> None:
+    found = {line.name: line for line in evaluation_lines(run)}
+    assert [step for step, _ in found["math"].points] == list(range(0, 37, 4))
+    first = found["math"].errors
+    assert first is not None
+    assert first[0] == pytest.approx((0.1 * 0.9 / 64) ** 0.5)
+
+
+def test_the_life_of_a_sample_adds_up(run: RecordedRun) -> None:
+    mean, single = sample_lives(run.lives)
+    values = mean.spec["data"]["values"]
+    assert [one["a"] for one in values[1:]] == [one["b"] for one in values[:-1]]
+    assert (values[0]["a"], values[-1]["b"]) == (0, 1)
+    longest = max(one["b"] for one in single.spec["data"]["values"])
+    assert longest == max(life.whole for life in run.lives) / 1e6
+
+
+def test_the_time_between_two_parts_of_a_run_is_no_wall_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    for day in (22, 24):
+        begun = datetime(2026, 11, day, 10, tzinfo=UTC).timestamp() + 0.7
+        add_origin(folder, ["run", "c.yaml"], clock=lambda begun=begun: begun)
+    (folder / "run.log").write_text(
+        "2026-11-22T10:00:00+00:00 starting Ray and the engines\n"
+        "2026-11-22T10:00:30+00:00 checkpoint of step 1\n"
+        "2026-11-24T10:00:00+00:00 going on after checkpoint 1\n"
+        "2026-11-24T10:00:02+00:00 starting Ray and the engines\n"
+        "2026-11-24T10:00:20+00:00 completed\n"
+    )
+    assert facts_of(read_recorded_run(folder)).seconds == 50
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 3)])
+def test_gpus_are_counted_on_the_device_that_the_run_found(
+    device: str, gpus: int, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    (folder / "origin.json").unlink(missing_ok=True)
+    add_origin(folder, ["run", "c.yaml"], device=device)
+    run = read_recorded_run(folder)
+    assert run.config.cluster.device == "auto"
+    assert facts_of(run).gpus == gpus
+
+
+def test_a_million_tokens_cost_the_gpu_hours_that_they_took() -> None:
+    facts = Facts(10, 7200.0, 100, 4e6, 1.0, 0.0, gpus=8, dead_letters=0)
+    assert facts.gpu_hours == 16
+    assert facts.cost_of_million(2.5) == 2.5 * 16 / 4
+    assert facts.cost_of_million(None) is None
+
+
+def test_the_shares_of_a_window_of_steps_are_drawn_over_its_steps() -> None:
+    found = shares_over_time("k", "t", "n", ["a", "b"], [(5.0, [1.0, 0.0]), (10.0, [0.25, 0.75])])
+    assert (
+        found.spec["mark"]["interpolate"] == "step-before"
+    )  # a point's share is the one before it
+    ends = [(one["x"], one["y"]) for one in found.spec["data"]["values"] if one["s"] == "a"]
+    assert ends == [(0.0, 1.0), (5.0, 1.0), (10.0, 0.25)]
+    assert [row[0] for row in found.rows] == ["5", "10"]
+
+
+def test_the_mean_staleness_is_drawn_over_the_largest(run: RecordedRun) -> None:
+    (chart,) = (one for one in staleness(run) if one and one.key == "staleness-steps")
+    assert chart.spec["layer"][-1]["encoding"]["strokeDash"]["field"] == "s"
+    names = dict.fromkeys(one["s"] for one in chart.spec["data"]["values"])
+    assert list(names) == ["largest", "mean"]  # the later line is dashed, and drawn on top
+
+
+def test_a_short_run_has_the_evidence_that_there_is(tmp_path: Path) -> None:
+    verdict = judge(read_recorded_run(write_run(tmp_path / "run", steps=7)))
+    assert verdict.kind == "unknown"
+    assert any(line.startswith("rollout computes") for line in verdict.evidence)
+
+
+def test_a_run_that_logs_warnings_only_does_not_claim_to_know_its_restarts(tmp_path: Path) -> None:
+    config = {**CONFIG, "log": {"level": "warning"}}
+    run = read_recorded_run(write_run(tmp_path / "run", steps=1, config=config))
+    assert "log.level is warning" in report(run, judge(run), "")
+    plain = read_recorded_run(write_run(tmp_path / "plain", steps=1))
+    assert "log.level is" not in report(plain, judge(plain), "")
+
+
+def test_a_run_of_two_parts_with_evaluations_is_judged_by_all_its_steps(tmp_path: Path) -> None:
+    whole = write_full_run(tmp_path / "whole", hostile=False)
+    parts = write_full_run(tmp_path / "parts", hostile=False)
+    rows = [json.loads(one) for one in (parts / "metrics.jsonl").read_text().splitlines()]
+    resumed = [{**one, "time": one["time"] + 86_400 * (one["step"] > 20)} for one in rows]
+    (parts / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in resumed))
+    one, two = (judge(read_recorded_run(folder)) for folder in (whole, parts))
+    assert (one.kind, one.evidence) == ("pool", two.evidence)
+    assert facts_of(read_recorded_run(parts)).samples_per_s == pytest.approx(
+        facts_of(read_recorded_run(whole)).samples_per_s
+    )
+
+
+def test_the_command_writes_the_report_and_says_the_verdict(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.html"
+    price = "report.gpu_hour_price=2"
+    assert main(["report", str(run.folder), price, "--out", str(out), "--no-plan"]) == 0
+    assert "the trainer limits" in capsys.readouterr().out
+    assert "cost per million tokens" in out.read_text(encoding="utf-8")
+
+
+def test_a_mirror_is_reported_and_compared_as_its_run_directory_is(
+    run: RecordedRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/runs/mirrored"
+    mirror = Mirror(Checkpoints(run.folder.root / "checkpoints", 2), RunCopies.at(url), 20, 20)
+    assert mirror.close(Summary("completed", None, 2, 1.0, run.folder.root)) is None
+    assert main(["report", url, "--no-plan"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["report", str(run.folder), "--out", "own.html", "--no-plan"]) == 0
+    assert capsys.readouterr().out == shown.replace("report.html", "own.html")
+    assert (tmp_path / "report.html").stat().st_size > 100_000
+    assert main(["compare", url, str(run.folder), "--out", "compare.html"]) == 0
+    assert "mirrored" in (tmp_path / "compare.html").read_text(encoding="utf-8")
+
+
+def test_a_report_of_an_older_run_names_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", steps=7)
+    with (folder / "config.yaml").open("a") as file:
+        file.write("older: 1\n")
+    assert main(["report", str(folder), "--no-plan"]) == 0
+    assert "older: unknown key (value 1)" in capsys.readouterr().err
+    assert "older: unknown key (value 1)" in (folder / "report.html").read_text()
+    assert main(["compare", str(folder), str(folder), "--out", str(tmp_path / "c.html")]) == 0
+    assert "older: unknown key (value 1)" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_run_is_bad_input(tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_runs_are_compared_by_their_figures_and_differing_keys(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_full_run(tmp_path / "other", seed=1, factor=2.5, hostile=False)
+    text = (other / "config.yaml").read_text().replace("sync_steps: 2", "sync_steps: 3")
+    (other / "config.yaml").write_text(text)
+    out = tmp_path / "c.html"
+    assert main(["compare", str(run.folder), str(other), "--out", str(out)]) == 0
+    assert "async.sync_steps" in capsys.readouterr().out
+    page = out.read_text(encoding="utf-8")
+    assert "async.sync_steps" in page
+    assert HOSTILE not in page
+    pair = [run, read_recorded_run(other)]
+    keys = {key: values for key, *values in differing_keys(pair)}
+    assert keys.pop("async.sync_steps") == ["2", "3"]
+    assert list(keys) == ["data.train"]  # a path in its own folder
+    assert labels(pair) == ["full", "other"]
+
+
+def test_the_same_run_twice_differs_in_no_key(run: RecordedRun) -> None:
+    assert differing_keys([run, run]) == []
+    assert len(set(labels([run, run]))) == 2
+
+
+def test_each_start_of_a_run_is_added_to_its_origins(tmp_path: Path) -> None:
+    def hide(text: str) -> str:
+        return text.replace("secret", "HIDDEN")
+
+    add_origin(tmp_path, ["run", "a b.yaml", "x=secret"], hide)
+    add_origin(tmp_path, ["run", "c.yaml", "--resume"])
+    first, second = read_origins(tmp_path)
+    assert (first.command, second.command) == (
+        "async_opd run 'a b.yaml' x=HIDDEN",
+        "async_opd run c.yaml --resume",
+    )
+    assert first.versions["python"]
+
+
+def test_an_origin_that_was_changed_is_none(tmp_path: Path) -> None:
+    (tmp_path / "origin.json").write_text('[{"command": 7}]')
+    assert read_origins(tmp_path) == []
+
+
+def test_a_negative_price_is_refused(run: RecordedRun) -> None:
+    with pytest.raises(ConfigError, match="gpu_hour_price"):
+        load_config(run.folder / "config.yaml", ["report.gpu_hour_price=-1"])

@@ -1,0 +1,306 @@
+"""``async_opd watch``: a run seen from another terminal, whatever becomes of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from weakref import ReferenceType, ref
+
+import pytest
+
+from async_opd import cli
+from async_opd.config.load import dump_config
+from async_opd.core.errors import ConfigError
+from async_opd.files.json_lines import MetricsRow
+from async_opd.files.run_format import write_run_format
+from async_opd.observability.live.live_file import LIVE_FILE, LiveFile
+from async_opd.observability.run_log import RunLog
+from async_opd.tools.report import followed_run
+from async_opd.tools.report.followed_run import FollowedRun, News
+from async_opd.tools.watch import ENDED, GONE, LOOK_S, Watch
+from tests.observability.live.test_console import METRICS, Clock, Terminal, config, row, summary
+from tests.test_resume import SHAPE, live_and_evaluate, world
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def out() -> io.StringIO:
+    return io.StringIO()
+
+
+class Run:
+    """The files of a run, written by what writes them in a run."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.folder, self.clock = folder, clock
+        write_run_format(folder)
+        (folder / "config.yaml").write_text(dump_config(config()))
+        self.live = LiveFile(folder, clock)
+        self.log = RunLog(config(), folder, clock, [], viewers=[self.live]).__enter__()
+
+    def step(self, step: int) -> None:
+        self.clock.now += 10
+        self.log.log(step, METRICS | {"loss/total": 1 / step})
+        self.log.waits({"train": "scored samples"})
+        self.live.beat()
+
+    def die(self) -> None:
+        """Leaves what a kill leaves: the live file of a process that is no more."""
+        self.live._ended.set()
+        self.live._thread.join()
+        self.live._run = replace(self.live._run, born=1)
+        self.live.beat()
+
+
+@pytest.fixture
+def run(tmp_path: Path, clock: Clock) -> Run:
+    return Run(tmp_path, clock)
+
+
+def watching(run: Run, out: io.StringIO, *then: Callable[[], object]) -> Watch:
+    """A view that looks once before each of the events, and once a second of the run after."""
+    events = list(then)
+
+    def sleep(seconds: float) -> None:
+        run.clock.now += seconds
+        if events:
+            events.pop(0)()
+
+    return Watch(run.folder, out, run.clock, sleep)
+
+
+def test_a_finished_run_of_the_pipeline_shows_its_final_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert live_and_evaluate(tmp_path, 1, SHAPE, None)
+    (tmp_path / "config.yaml").write_text(dump_config(world(**SHAPE).pipeline.config))
+    write_run_format(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert cli.main(["watch", str(tmp_path)]) == ENDED
+    text = capsys.readouterr().out
+    assert row(text, "step")[:2] == ["step", "6/6"]
+    assert "100.0%" in text
+    assert "status    failed, 6 steps" in text  # these lives end without RunLog.finish
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+
+def test_a_run_that_ended_has_the_time_that_it_took(run: Run, out: io.StringIO) -> None:
+    for step in (1, 2, 3):
+        run.step(step)
+    run.log.finish("interrupted", "by a signal")
+    run.clock.now += 9999
+    assert watching(run, out).run(0) == ENDED
+    assert "0:00:30 elapsed" in out.getvalue()
+    assert "interrupted, 3 steps" in out.getvalue()
+
+
+def test_a_run_that_ended_has_the_means_of_its_steps_and_not_the_last_one(
+    run: Run, out: io.StringIO
+) -> None:
+    for step in (1, 2, 3):
+        run.step(step)
+    drained = {"rollout/tokens_per_s": 0.0, "rollout/busy": 0.0}
+    run.log.log(4, drained)
+    run.log.finish("completed")
+    watching(run, out).run(0)
+    assert row(out.getvalue(), "pool")[:5] == ["pool", "mean", "busy", "mean", "t/s"]
+    words = row(out.getvalue(), "rollout")
+    assert ("73%" in words, "9259" in words) == (True, True), words
+
+
+def test_a_run_that_was_killed_has_the_time_until_its_last_sign_of_life(
+    run: Run, out: io.StringIO
+) -> None:
+    for step in (1, 2, 3):
+        run.step(step)
+    run.die()
+    run.clock.now += 9999
+    assert watching(run, out).run(0) == GONE
+    assert "failed, 3 steps in 0:00:30" in out.getvalue()
+
+
+def test_a_long_past_is_read_in_pieces_and_not_kept(
+    run: Run, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 41):
+        run.step(step)
+    run.log.finish("completed")
+    monkeypatch.setattr(followed_run, "READ_BYTES", 2000)  # two or three rows
+    rows: list[ReferenceType[MetricsRow]] = []
+    most = 0
+    look = FollowedRun.look
+
+    def counted(self: FollowedRun) -> News:
+        nonlocal most
+        news = look(self)
+        rows.extend(ref(one) for one in news.rows)
+        most = max(most, sum(one() is not None for one in rows))
+        return news
+
+    monkeypatch.setattr(FollowedRun, "look", counted)
+    assert watching(run, out).run(0) == ENDED
+    assert len(rows) == 40
+    assert most <= 6
+    assert "0:06:40 elapsed" in out.getvalue()
+
+
+def test_a_running_run_is_followed_until_it_ends(run: Run, out: io.StringIO) -> None:
+    run.step(1)
+    view = watching(
+        run,
+        out,
+        lambda: run.step(2),
+        lambda: run.log.message("rollout/replica/0 is ejected: no heartbeat"),
+        lambda: run.step(100),
+        lambda: run.log.finish("completed"),
+    )
+    assert view.run(0) == ENDED
+    text = out.getvalue()
+    assert "step 2/100" in text
+    assert "step 100/100" in text
+    assert "rollout/replica/0 is ejected" in text
+    assert "status    completed, 100 steps" in text
+
+
+def test_what_pools_wait_for_comes_from_the_live_file(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    run.step(1)
+    out = Terminal()
+    assert watching(run, out, lambda: run.log.finish("completed")).run(0) == ENDED
+    assert "scored samples" in out.getvalue()
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_is_shown_from_there(
+    run: Run, out: io.StringIO
+) -> None:
+    for step in range(1, 9):
+        run.step(step)
+
+    def back() -> None:
+        kept = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)[:4]
+        (run.folder / "metrics.jsonl").write_text("".join(kept))
+        run.log.rewind({})
+
+    view = watching(run, out, back, lambda: run.step(5), lambda: run.log.finish("completed"))
+    view.run(0)
+    assert [line.split()[1] for line in out.getvalue().splitlines() if line[:5] == "step "][
+        -1
+    ] == "5/100"
+
+
+def test_a_run_whose_process_is_gone_is_said_to_be_and_how_to_go_on(
+    run: Run, out: io.StringIO
+) -> None:
+    run.step(1)
+    run.die()
+    assert watching(run, out).run(0) == GONE
+    assert f"its process {run.live._run.pid}" in out.getvalue()
+    assert "is gone" in out.getvalue()
+    assert "--resume" in out.getvalue()
+
+
+def test_a_process_of_another_machine_is_gone_after_a_minute_without_a_sign_of_life(
+    run: Run, out: io.StringIO
+) -> None:
+    run.step(1)
+    run.die()
+    run.live._run = replace(run.live._run, host="elsewhere")
+    run.live.beat()
+    before = run.clock.now
+    assert watching(run, out).run(0) == GONE
+    assert 60 <= run.clock.now - before <= 61
+
+
+def test_a_run_of_which_only_the_config_is_there_is_given_time_to_begin(
+    tmp_path: Path, clock: Clock, out: io.StringIO
+) -> None:
+    write_run_format(tmp_path)
+    (tmp_path / "config.yaml").write_text(dump_config(config()))
+    begun: list[Run] = []
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if not begun:
+            begun.append(Run(tmp_path, clock))
+        else:
+            begun[0].log.finish("completed")
+
+    assert Watch(tmp_path, out, clock, sleep).run(0) == ENDED
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(
+    tmp_path: Path, clock: Clock, out: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, due = tmp_path / "later", clock.now + 7
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now >= due and not folder.exists():
+            folder.mkdir()
+            Run(folder, clock).log.finish("completed")
+
+    assert Watch(folder, out, clock, sleep).run(60) == ENDED
+    assert "waiting for a run in" in capsys.readouterr().out
+
+
+def test_a_run_that_never_comes_is_an_error_after_the_wait(tmp_path: Path, clock: Clock) -> None:
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    begun = clock.now
+    with pytest.raises(ConfigError, match="holds no run"):
+        Watch(tmp_path, None, clock, sleep).run(5)
+    assert clock.now - begun == pytest.approx(5, abs=LOOK_S)
+
+
+def test_a_run_that_was_resumed_is_shown_with_its_earlier_steps(run: Run, out: io.StringIO) -> None:
+    run.step(1)
+    run.log.finish("interrupted")
+    (run.folder / "summary.json").unlink()
+    again = Run(run.folder, run.clock)
+    again.step(2)
+    assert watching(again, out, lambda: again.log.finish("completed")).run(0) == ENDED
+    assert "step 2/100" in out.getvalue()
+    rows = (run.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in rows] == [1, 2]
+
+
+def test_control_characters_of_the_files_command_nothing(run: Run, out: io.StringIO) -> None:
+    run.step(1)
+    with (run.folder / "run.log").open("a") as log:
+        log.write("2026-11-22T01:02:03 \x1b[2Jcleared\n")
+    with (run.folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 2, "eval/\x1b]0;t\x07/accuracy": 1.0}) + "\n")
+    run.log._status = "completed"
+    run.live.close(summary())
+    (run.folder / "summary.json").write_text('{"status": "completed", "seconds": 1, "steps": 2}')
+    watching(run, out).run(0)
+    assert "\x1b" not in out.getvalue()
+    assert not (run.folder / LIVE_FILE).exists()
+
+
+def test_a_run_of_an_older_version_is_shown(
+    run: Run, out: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.step(1)
+    run.log.finish("completed")
+    with (run.folder / "config.yaml").open("a") as file:
+        file.write("older: 1\n")
+    assert watching(run, out).run(0) == ENDED
+    assert "older: unknown key (value 1)" in capsys.readouterr().err
+
+
+def test_further_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["watch", "a", "b"])
+    assert "unrecognized arguments: b" in capsys.readouterr().err
