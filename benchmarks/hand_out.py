@@ -31,7 +31,7 @@ import uvloop
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
-from async_opd.cluster.remote_ranks import RemoteRankGroup
+from async_opd.cluster.trainer_actor import RemoteRankGroup
 from async_opd.core.batch import Batch
 from async_opd.core.samples import Header
 from async_opd.core.stages import SCORED

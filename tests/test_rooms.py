@@ -13,6 +13,8 @@ from pathlib import Path
 import grimp
 import pytest
 
+from benchmarks import house
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
 MAX_MODULES = 16
@@ -104,6 +106,10 @@ def test_a_room_below_the_stages_names_the_rooms_that_it_imports(name: str) -> N
     text = (ROOT / "async_opd" / name / "__init__.py").read_text()
     said = set(re.findall(r"``(\w+)``", text.partition("Imports ")[2]))
     assert said == {imported for importer, imported in imports() if importer == name}
+
+
+def test_no_files_and_no_rooms_import_one_another_also_not_for_types() -> None:
+    assert house.measured(ROOT)["circles"] == 0
 
 
 def test_every_room_has_a_place_among_the_layers() -> None:

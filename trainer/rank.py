@@ -216,7 +216,7 @@ class Rank:
 
     def platform(self) -> dict[str, str]:
         """What the rank computes on and with."""
-        return platform_of(self)
+        return platform_of(self.model, self.device, self.reduces_once)
 
     def weight_digests(self) -> Weights:
         """Of this rank's weights, to be compared with those of a kept step."""
@@ -303,7 +303,9 @@ class Rank:
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts."""
         packed = pack(micro_batch.samples, micro_batch.token_weights)
-        packed = replace(packed, images=images_of(self.sight, micro_batch))
+        packed = replace(
+            packed, images=images_of(self.sight, micro_batch.rollouts, micro_batch.images)
+        )
         packed = packed if self.recorder is None else self.recorder.mark(packed, micro_batch)
         packed = packed if self._context is None else self._context.share(packed)
         metrics: Metrics = {}

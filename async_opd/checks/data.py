@@ -10,8 +10,8 @@ from functools import partial
 
 from async_opd.checks.findings import Findings
 from async_opd.checks.room import Room, Tally
-from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.data import PromptSource
 from async_opd.config.user_code import SOURCES, UserCodeError, find_user_code
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Media, Row

@@ -43,7 +43,7 @@ from async_opd.cluster.proxies import (
 )
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import ray_session
-from async_opd.cluster.singleton_actors import SingletonActors
+from async_opd.cluster.supervision import SingletonActors
 from async_opd.cluster.watching.placement import Placement
 from async_opd.cluster.watching.watch import ClusterWatch
 from async_opd.config.run_config import RunConfig

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import StageError
+from async_opd.core.errors import Displaced, StageError
 from async_opd.core.reports import Events, Progress, StageReport, SyncReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import TRAINER, Queue, SamplingSpec, WeightSync
@@ -33,10 +33,10 @@ from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
 from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta
-from async_opd.weight_sync.sync_group import WeightSender
+from async_opd.weight_sync.sync_group import WeightReceiver, WeightSender
 from rollouter.evaluators import Evaluators
 from rollouter.orders import Order, Orders
-from rollouter.stage import RollouterStage
+from rollouter.stage import RollouterStage, RolloutReplica
 from teachers.time_sharing import (
     GpuGuests,
     GpuHost,
@@ -48,9 +48,6 @@ from teachers.time_sharing import (
     holding,
 )
 
-if TYPE_CHECKING:
-    from async_opd.cluster.proxies import StudentProxy
-
 
 class TurnTaker(Protocol):
     """A trainer that takes turns on the GPUs of rollout engines."""
@@ -59,11 +56,26 @@ class TurnTaker(Protocol):
         """Returns in a turn, which lasts until the snapshot that follows is taken."""
 
 
+class Student(RolloutReplica, WeightReceiver, GpuHost, Protocol):
+    """A student's replica in its actor."""
+
+    name: str
+
+    async def displaced(self) -> Displaced | None:
+        """The error of a replica whose machine is lost."""
+
+    async def stop_evaluation(self) -> None:
+        """Ends the answers to an evaluation's prompts."""
+
+    def kill(self) -> None:
+        """Ends its process."""
+
+
 @dataclass(frozen=True)
 class StartedReplica:
     """A replica whose engine is ready; ``workers`` are its ranks in a weight sync."""
 
-    student: StudentProxy
+    student: Student
     workers: int
 
 
@@ -168,7 +180,7 @@ class RollouterService:
             current=self._current,
             pool=pool,
             start_s=config.timeouts.engine_start_s,
-            displaced=lambda member: cast("StudentProxy", member.value).displaced(),
+            displaced=lambda member: cast(Student, member.value).displaced(),
         )
 
     def _broadcast_of(
@@ -292,7 +304,7 @@ class RollouterService:
         async with self._refreshing, holding("an evaluation", self._trainers):
             await self._broadcast.refresh_evaluators()
 
-    async def _rebuilt(self, first: int, member: Member[StudentProxy]) -> StudentProxy:
+    async def _rebuilt(self, first: int, member: Member[Student]) -> Student:
         """A new replica with the newest weights; see RollouterStage.
 
         ``first`` is the index among all replicas of its pool's first one.

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from async_opd.config.registry import beginnings
 from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
-from async_opd.config.sections.data import ColdStartConfig, DataConfig
+from async_opd.config.sections.data import ColdStartConfig, DataConfig, beginnings
 from async_opd.config.sections.evaluation import EvalConfig, GradingConfig
 from async_opd.config.sections.log import LogConfig
 from async_opd.config.sections.loss import ForwardKLConfig, Loss, RewardConfig, nucleus_faults

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from async_opd.config.registry import PromptSource
+from async_opd.config.sections.data import PromptSource
 from async_opd.config.sections.section import Name
 from async_opd.core.nesting import MAX_DEPTH
 from async_opd.core.row import MEDIA, AnswerIn, Row, answer_in, kinds_of, value_at

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
-from async_opd.config.registry import PromptSource
+from async_opd.config.sections.data import PromptSource
 from async_opd.config.sections.section import Name
 from async_opd.core.errors import ConfigError, Problem, SourceError
 from async_opd.core.row import Row

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from async_opd.config.registry import beginnings
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.data import beginnings
 from async_opd.data.streamed_rows import StreamedRows
 
 Phase = tuple[int, Sequence[float]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from async_opd.config.registry import PromptSource
+from async_opd.config.sections.data import PromptSource
 from async_opd.config.sections.section import Name
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row, Task

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, overload
 
-from async_opd.config.registry import PromptSource
+from async_opd.config.sections.data import PromptSource
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 

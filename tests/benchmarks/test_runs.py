@@ -62,6 +62,7 @@ CASES = {
     **{f"gpu.{name}": Case(log=f"{{gpu.all}}/{name}.log") for name in SHARES},
     "gpu.tables": Case("{gpu.all}/gpu.json {}/gpu.md", copied="docs/gpu.md"),
     "hand_out": Case("--tokens 64 --batch 4 --steps 1 --ranks 2", "engines"),
+    "house": Case(),
     "lives": Case("--minutes 0.02"),
     "load_memory": Case("--layers 1 --ranks 1 2"),
     "losses": Case("--tokens 256 --vocabulary 16384 --hidden 32 --repeats 1"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.remote_ranks import RemoteRankGroup
+from async_opd.cluster.trainer_actor import RemoteRankGroup
 from async_opd.core.errors import ProcessDied, StageError
 
 

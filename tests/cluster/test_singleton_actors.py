@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from async_opd.cluster.singleton_actors import ScorerActor, SingletonActors, TrainerActor
+from async_opd.cluster.singleton_actors import ScorerActor, TrainerActor
+from async_opd.cluster.supervision import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied, StageError, StageTimeout
 from async_opd.processes.restarts import Restarts

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.singleton_actors import SingletonActors
+from async_opd.cluster.supervision import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
     Displaced,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-from async_opd.config.registry import PromptSource
+from async_opd.config.sections.data import PromptSource
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 

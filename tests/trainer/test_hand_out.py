@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.cluster.remote_ranks import RemoteRankGroup
+from async_opd.cluster.trainer_actor import RemoteRankGroup
 from async_opd.core.batch import Batch
 from async_opd.core.errors import ProcessDied, QueueClosed, StageError
 from async_opd.core.lease import Lease

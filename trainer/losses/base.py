@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from async_opd.config.user_code import LOSSES, UserCodeError, fits, user_object
-from trainer.recording.rows import Recorded
 
 Slopes = tuple[torch.Tensor, torch.Tensor]
 """(value [n], slope [n, K]): a loss per token, and its partial derivative by each log q_i. Partial:
@@ -79,6 +78,37 @@ class TeacherStates:
     def rows(self) -> slice:
         """The rows of the micro-batch that these states predict."""
         return slice(self.start, self.start + len(self.states))
+
+
+class Kept(NamedTuple):
+    """Rows ``start <= i < stop``; the first is token ``first`` of the response of ``sample``."""
+
+    sample: int
+    first: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The rows that are recorded, in order, with the ``k`` most probable tokens of each."""
+
+    rows: tuple[Kept, ...]
+    k: int
+
+    def part(self, rows: slice) -> Recorded:
+        """What of it lies in these rows, counted from their start."""
+        cut = []
+        for one in self.rows:
+            start, stop = max(one.start, rows.start), min(one.stop, rows.stop)
+            if start < stop:
+                first = one.first + start - one.start
+                cut.append(Kept(one.sample, first, start - rows.start, stop - rows.start))
+        return replace(self, rows=tuple(cut))
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """The recorded rows of values [n, …]."""
+        return torch.cat([values[:0], *(values[one.start : one.stop] for one in self.rows)])
 
 
 @dataclass(frozen=True)

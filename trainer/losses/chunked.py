@@ -26,13 +26,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from async_opd.models.lm_head import LogitShape
-from trainer.losses.base import TeacherStates, Tokens
+from trainer.losses.base import Recorded, TeacherStates, Tokens
 from trainer.losses.compiled import ObjectiveRun
 from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
 from trainer.losses.report import GRADIENT, Metrics, concat_metrics
 from trainer.losses.responses import Sum, log_sampled, response_sums
-from trainer.recording.rows import Recorded, most_probable, normalized
+from trainer.recording.rows import most_probable, normalized
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the logits in memory at a time, the teacher's included. Each chunk reads and writes the

@@ -27,9 +27,10 @@ from async_opd.microscope.record import CLAMPS, IDS, Column, SampleRecord
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Packed
 from trainer.batches.token_weights import TokenWeight
+from trainer.losses.base import Kept, Recorded
 from trainer.losses.report import Metrics
 from trainer.notes import note
-from trainer.recording.rows import STUDENT, TEACHER, TOP, Kept, Recorded
+from trainer.recording.rows import STUDENT, TEACHER, TOP
 
 VALUES = (
     STUDENT,

@@ -10,13 +10,10 @@ minus that of the sampled token, plus the log-probability that the loss has for 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from trainer.losses.base import Tokens
+from trainer.losses.base import Recorded, Tokens
 
 STUDENT, TEACHER = "student_logprob", "teacher_logprob"
 """Values of tokens that objectives give for records only: log q and log p of the sampled ones."""
@@ -25,37 +22,6 @@ SUPPORT_IDS, OF_TEACHER = "support_ids", "support_teacher_logprobs"
 OF_STUDENT = "support_student_logprobs"
 TOP = (STUDENT_IDS, STUDENT_TOP, SUPPORT_IDS, OF_TEACHER, OF_STUDENT)
 """Values of recorded tokens only, [recorded, k], in the order of rows."""
-
-
-class Kept(NamedTuple):
-    """Rows ``start <= i < stop``; the first is token ``first`` of the response of ``sample``."""
-
-    sample: int
-    first: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The rows that are recorded, in order, with the ``k`` most probable tokens of each."""
-
-    rows: tuple[Kept, ...]
-    k: int
-
-    def part(self, rows: slice) -> Recorded:
-        """What of it lies in these rows, counted from their start."""
-        cut = []
-        for one in self.rows:
-            start, stop = max(one.start, rows.start), min(one.stop, rows.stop)
-            if start < stop:
-                first = one.first + start - one.start
-                cut.append(Kept(one.sample, first, start - rows.start, stop - rows.start))
-        return replace(self, rows=tuple(cut))
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The recorded rows of values [n, …]."""
-        return torch.cat([values[:0], *(values[one.start : one.stop] for one in self.rows)])
 
 
 def most_probable(

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from async_opd.observability.loggers.environment import cpu_name
 from trainer.vision.parts import attention_of
-
-if TYPE_CHECKING:
-    from trainer.rank import Rank
 
 LIBRARIES = ("async-opd", "torch", "transformers", "peft", "torchao")
 """Other versions of these may compute the same bits, and may not."""
 
 
-def platform_of(rank: Rank) -> dict[str, str]:
+def platform_of(model: nn.Module, device: torch.device, reduces_once: bool) -> dict[str, str]:
     """Versions of the libraries that are installed, the device, and what was chosen for it."""
-    gpu = rank.device.type == "cuda"
+    gpu = device.type == "cuda"
     capability = torch.backends.cpu.get_cpu_capability()
     return {
         **{name: found for name in LIBRARIES if (found := _version(name))},
-        "device": torch.cuda.get_device_name(rank.device) if gpu else f"{cpu_name()}, {capability}",
+        "device": torch.cuda.get_device_name(device) if gpu else f"{cpu_name()}, {capability}",
         "threads": str(torch.get_num_threads()),
-        "attention": attention_of(rank.model),
-        "reduces gradients": "once a step" if rank.reduces_once else "after each micro-batch",
+        "attention": attention_of(model),
+        "reduces gradients": "once a step" if reduces_once else "after each micro-batch",
     }
 
 

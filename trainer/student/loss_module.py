@@ -9,7 +9,7 @@ calls the ``Linear``, whose own FSDP hooks would therefore never gather the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from trainer.losses.responses import Sum
 from trainer.losses.terms import Metrics, Sampled
 from trainer.mixtures.routing import Replay
 from trainer.student.attention import row_lengths
-from trainer.vision.images import decoded_states
+from trainer.vision.images import has_dimensions
 from trainer.vision.parts import attention_of
 
 SUPERVISED = Objective(Sampled(CrossEntropy()))
@@ -133,3 +133,47 @@ class StudentLoss(torch.nn.Module):
         if not isinstance(row, Packed):
             return self.head(states, None)  # type: ignore[no-any-return]
         return self.head(states[row.rows], row.tokens, supervised)  # type: ignore[no-any-return]
+
+
+def decoded_states(decoder: Any, row: Row, lengths: Mapping[str, Any]) -> torch.Tensor:
+    """The decoder's last states [T, H] of a row; ``lengths``: see ``attention.row_lengths``."""
+    given: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": positions_of(decoder, row)}
+    unused: torch.Tensor | None = None
+    images = row.images
+    if images is not None:
+        features = decoder.get_image_features(**images.inputs, return_dict=True)
+        if images.order:
+            given["mm_encoder_outputs"] = {"image": _in_order(features, images.order)}
+        else:
+            unused = sum(one.sum() for one in _tensors(features))  # type: ignore[assignment]
+    states: torch.Tensor = decoder(**given, use_cache=False, **lengths).last_hidden_state[0]
+    if unused is not None and unused.requires_grad:
+        states = states + 0 * unused.to(states.dtype)
+    return states
+
+
+def positions_of(decoder: Any, row: Row) -> torch.Tensor:
+    """``position_ids`` of a row as the decoder takes them: [1, T], or [4, 1, T] with text's first.
+
+    With three dimensions alone transformers would not find where sequences begin.
+    """
+    text, images = row.position_ids, row.images
+    if not has_dimensions(decoder):
+        return text
+    if images is None or images.positions is None:
+        return text[None].expand(4, -1, -1)
+    return torch.cat([text[None], images.positions])
+
+
+def _in_order(features: Any, order: Sequence[int]) -> Any:
+    """The tower's results with one entry for each image that the row shows."""
+    features.pooler_output = [features.pooler_output[index] for index in order]
+    stacked = getattr(features, "deepstack_features", None)
+    if stacked is not None:
+        features.deepstack_features = [[one[index] for index in order] for one in stacked]
+    return features
+
+
+def _tensors(features: Any) -> list[torch.Tensor]:
+    stacked = getattr(features, "deepstack_features", None) or ()
+    return [*features.pooler_output, *(tensor for layer in stacked for tensor in layer)]

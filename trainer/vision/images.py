@@ -28,8 +28,6 @@ from trainer.vision.parts import sees
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
     from async_opd.models.processor import ImageProcessor
-    from trainer.batches.micro_batches import MicroBatch
-    from trainer.batches.packing import Row
 
 Images = Mapping[str, bytes] | None
 """Encoded images by SHA-256."""
@@ -67,53 +65,9 @@ def of_rollout(rollout: Rollout) -> tuple[Media, ...]:
     return (*rollout.prompt.media, *rollout.media)
 
 
-def decoded_states(decoder: Any, row: Row, lengths: Mapping[str, Any]) -> torch.Tensor:
-    """The decoder's last states [T, H] of a row; ``lengths``: see ``attention.row_lengths``."""
-    given: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": positions_of(decoder, row)}
-    unused: torch.Tensor | None = None
-    images = row.images
-    if images is not None:
-        features = decoder.get_image_features(**images.inputs, return_dict=True)
-        if images.order:
-            given["mm_encoder_outputs"] = {"image": _in_order(features, images.order)}
-        else:
-            unused = sum(one.sum() for one in _tensors(features))  # type: ignore[assignment]
-    states: torch.Tensor = decoder(**given, use_cache=False, **lengths).last_hidden_state[0]
-    if unused is not None and unused.requires_grad:
-        states = states + 0 * unused.to(states.dtype)
-    return states
-
-
-def positions_of(decoder: Any, row: Row) -> torch.Tensor:
-    """``position_ids`` of a row as the decoder takes them: [1, T], or [4, 1, T] with text's first.
-
-    With three dimensions alone transformers would not find where sequences begin.
-    """
-    text, images = row.position_ids, row.images
-    if not has_dimensions(decoder):
-        return text
-    if images is None or images.positions is None:
-        return text[None].expand(4, -1, -1)
-    return torch.cat([text[None], images.positions])
-
-
 def has_dimensions(decoder: Any) -> bool:
     """Whether positions of the decoder have three dimensions (M-RoPE)."""
     return sees(decoder) and hasattr(decoder, "get_rope_index")
-
-
-def _in_order(features: Any, order: Sequence[int]) -> Any:
-    """The tower's results with one entry for each image that the row shows."""
-    features.pooler_output = [features.pooler_output[index] for index in order]
-    stacked = getattr(features, "deepstack_features", None)
-    if stacked is not None:
-        features.deepstack_features = [[one[index] for index in order] for one in stacked]
-    return features
-
-
-def _tensors(features: Any) -> list[torch.Tensor]:
-    stacked = getattr(features, "deepstack_features", None) or ()
-    return [*features.pooler_output, *(tensor for layer in stacked for tensor in layer)]
 
 
 class Sight:
@@ -255,11 +209,13 @@ def sight_of(config: RunConfig, model: Any, device: torch.device) -> Sight | Non
     return Sight(load, model.base_model, device, config.train.ranks, kept, bound)
 
 
-def images_of(sight: Sight | None, micro_batch: MicroBatch) -> RowImages | None:
-    """The images of a micro-batch's row. StageError for those of a student that reads text only."""
+def images_of(
+    sight: Sight | None, rollouts: Sequence[Rollout], encoded: Mapping[str, bytes]
+) -> RowImages | None:
+    """The images of a row of these rollouts. StageError for those of a student of text only."""
     if sight is not None:
-        return sight.of(micro_batch.rollouts, micro_batch.images)
-    if wrong := [one.uid for one in micro_batch.rollouts if of_rollout(one)]:
+        return sight.of(rollouts, encoded)
+    if wrong := [one.uid for one in rollouts if of_rollout(one)]:
         cause = f"{wrong[0]} has images, and the student's config.json no vision_config"
         raise StageError(TRAINER, cause, "choose a student.model that sees")
     return None

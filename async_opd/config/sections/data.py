@@ -2,18 +2,70 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import reduce
 from operator import or_
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.paths import HUB, hub_source_of
-from async_opd.config.registry import SOURCES, PromptSource
+from async_opd.config.registry import SOURCES
 from async_opd.config.sections.section import Name, Section
-from async_opd.core.row import AnswerIn
+from async_opd.core.errors import SourceError
+from async_opd.core.row import AnswerIn, Row
+
+
+class PromptSource(Section):
+    """A source of prompts: its keys in the config, and its rows. Each kind is a subclass."""
+
+    kind: str
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the stream, relative to the other sources' weights."""
+    from_step: PositiveInt = 1
+    """First step that has prompts of this source; only in ``data.train``."""
+    until_step: PositiveInt | None = None
+    """Last step that has prompts of this source; by default the last of all."""
+    stream: bool = False
+    """Reads rows only when they are needed: the first ``window`` rows are checked before the run,
+    and rows are shuffled within a window. Otherwise all rows are read and checked first, and copied
+    to a temporary file."""
+    window: PositiveInt = 2048
+    """Rows of a streamed source that are in memory, and shuffled with each other."""
+
+    @model_validator(mode="after")
+    def _begins_before_it_ends(self) -> Self:
+        if self.until_step is not None and self.until_step < self.from_step:
+            raise ValueError(f"until_step of at least from_step ({self.from_step})")
+        return self
+
+    def is_active(self, step: int) -> bool:
+        """Whether the step has prompts of this source."""
+        return self.from_step <= step and (self.until_step is None or step <= self.until_step)
+
+    @property
+    def label(self) -> str:
+        """The source's name in messages."""
+        return self.kind
+
+    @property
+    def absent(self) -> bool:
+        """Whether its rows are not on this machine, and only a run may download them."""
+        return False
+
+    @abstractmethod
+    def rows(self, index: int, data: DataConfig, start: int = 0) -> Iterator[Row | SourceError]:
+        """Yields the rows from position ``start`` on, the same ones in every call.
+
+        ``index`` is the source's position in ``data.train``; uids are ``<index>:<number>``, where
+        numbers grow, and none is below its row's position. A SourceError, whose ``row`` is the
+        number + 1, is yielded in place of a bad row. One is raised if the source as a whole cannot
+        be read.
+        """
+
 
 if TYPE_CHECKING:
     Source = PromptSource
@@ -140,3 +192,9 @@ def _as_source(entry: Any) -> Any:
     if isinstance(entry, dict) and "kind" not in entry:
         return {"kind": "file", **entry}
     return entry
+
+
+def beginnings(sources: Sequence[PromptSource]) -> list[int]:
+    """The steps at which sources begin, or are over, in order; the first step is one of them."""
+    over = {source.until_step + 1 for source in sources if source.until_step is not None}
+    return sorted({1, *(source.from_step for source in sources)} | over)
