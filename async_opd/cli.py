@@ -142,7 +142,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from async_opd.api import prepared
+    from async_opd.prepare import prepare
 
     config = load_given(arguments)
     if arguments.resume and config.run_dir is None:
@@ -152,10 +152,10 @@ def _run(arguments: argparse.Namespace) -> int:
         dry_run = _loaded("tools.check:dry_run")
         dry_run(config, arguments.config, arguments.redacted, arguments.resume)
         return OK
-    config, inputs = prepared(config, arguments.config, arguments.resume)
+    ready = prepare(config, arguments.config, resume=arguments.resume)
     from async_opd.run import run
 
-    return run(config, inputs, arguments.resume)
+    return run(ready, arguments.resume)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.files.durable import flush
 from async_opd.files.lines import whole_lines
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
+from async_opd.prepare import Prepared
 from async_opd.waiting.waits import Waits
 
 
@@ -22,13 +23,22 @@ from async_opd.waiting.waits import Waits
 class Job:
     """A run that may begin: config, rows, directory, first checkpoint (if any), log and journal."""
 
-    config: RunConfig
-    inputs: Inputs
+    ready: Prepared
     run_dir: Path
     start: Checkpoint | None
     log: RunLog
     journal: Journal
     mirror: Mirror | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's config."""
+        return self.ready.config
+
+    @property
+    def inputs(self) -> Inputs:
+        """The rows of its data."""
+        return self.ready.inputs
 
     def message(self, text: str) -> None:
         """See RunLog.message."""

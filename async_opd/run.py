@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.checkpoint.store import FOLDER, Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
-from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.cluster.watching.watch import RECONNECT, left_s
 from async_opd.config.load import dump_config
@@ -58,6 +57,7 @@ from async_opd.observability.live.live_file import LiveFile
 from async_opd.observability.run_log import SUMMARY, RunLog
 from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
+from async_opd.prepare import Prepared
 from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training, reading_of
@@ -66,13 +66,12 @@ from async_opd.waiting.deadline import Deadline
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def run(
-    config: RunConfig, inputs: Inputs, resume: bool = False, viewers: Sequence[Sink] = ()
-) -> int:
+def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> int:
     """Runs to the end, from the beginning or from the newest checkpoint; returns the exit code.
 
     ``viewers`` are shown the run besides those of the config.
     """
+    config, inputs = ready.config, ready.inputs
     name = config.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(name).absolute()
     config = config.model_copy(update={"run_dir": name})
@@ -90,24 +89,20 @@ def run(
         print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
     with private_files(), run_lock(run_dir):
-        return _run_in(run_dir, config, inputs, resume, viewers, taken)
+        return _run_in(run_dir, replace(ready, config=config), resume, viewers, taken)
 
 
 def _run_in(
-    run_dir: Path,
-    config: RunConfig,
-    inputs: Inputs,
-    resume: bool,
-    viewers: Sequence[Sink],
-    notes: list[str],
+    run_dir: Path, ready: Prepared, resume: bool, viewers: Sequence[Sink], notes: list[str]
 ) -> int:
     """Runs in a directory whose run lock is held. ``notes`` become messages."""
+    config, inputs = ready.config, ready.inputs
     start = _start(config, inputs, run_dir, resume, notes.append)
     write_run_format(run_dir)
     (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
     write_atomically(run_dir / "config.yaml", dump_config(config))
     redacted = Redactor(config.model_dump(mode="json", by_alias=True))
-    add_origin(run_dir, sys.argv[1:], redacted, resolve_device(config))
+    add_origin(run_dir, sys.argv[1:], redacted, ready.device)
     cut = start.cut if start else None
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
@@ -121,7 +116,7 @@ def _run_in(
             mirror.notify, mirror.summarize = log.message, log.summarize
         for note in [*inputs.notes, *notes]:
             log.message(note)
-        code: int = uvloop.run(_run(Job(config, inputs, run_dir, start, log, journal, mirror)))
+        code: int = uvloop.run(_run(Job(ready, run_dir, start, log, journal, mirror)))
     return code
 
 
@@ -211,7 +206,7 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
     text = Text.of(config)
     started = time.time()
     log.message("starting Ray and the engines")
-    ends, device = text.response_ends(), resolve_device(config)
+    ends, device = text.response_ends(), job.ready.device
     starting = launch(config, device=device, eos_ids=ends, notify=log.message, waits=job.waits)
     async with starting as stages:
         log.summarize({"perf/start_s": time.time() - started})

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import async_opd
-from async_opd.api import prepared
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.job import Job
+from async_opd.prepare import prepare
 from tests.checks.inputs import EXAMPLE, FEW
 from tests.test_run_ends import FakeTraining, distilling  # noqa: F401
 
@@ -160,7 +160,7 @@ def test_a_cluster_to_join_is_asked_whether_it_has_gpus(
 ) -> None:
     monkeypatch.setattr("async_opd.checks.resources.gpus_of_cluster", lambda address, bound: gpus)
     config = load_config(EXAMPLE, ["cluster.address=10.0.0.1:6379", *FEW, *overrides])
-    ready, inputs = prepared(config, "c.yaml")
-    assert ready.cluster.device == device
+    ready = prepare(config, "c.yaml")
+    assert ready.config.cluster.device == device
     said = "cluster.device: auto is cpu, since the cluster at 10.0.0.1:6379 has no GPU"
-    assert (said in inputs.notes) == (device == "cpu")
+    assert (said in ready.inputs.notes) == (device == "cpu")

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from async_opd import run as module
+from async_opd.prepare import Prepared
 from async_opd.core.errors import StageError
 from async_opd.checks.preflight import Inputs
 from tests.checkpoint.test_store import ROWS, config
@@ -65,7 +66,7 @@ module.launch, module.Training = launch, Training
 module.Text, module.resolve_device = FakeText, lambda _: "cpu"
 grace = {"grace_s": 60 if when == "second signal" else 0.2}
 made = config(run_dir=run_dir, log={"wandb": "off"}, shutdown=grace)
-sys.exit(module.run(made, Inputs(ROWS)))
+sys.exit(module.run(Prepared(made, Inputs(ROWS), "cpu")))
 """
 
 

@@ -23,5 +23,5 @@ def test_rows_and_dead_letters_are_on_the_disk_before_the_checkpoint_that_they_b
         (tmp_path / name).write_text("{}\n")
     absent: Any = None
     with Journal(tmp_path / LEDGER) as journal:
-        Job(absent, absent, tmp_path, None, absent, journal).sync()
+        Job(absent, tmp_path, None, absent, journal).sync()
     assert flushed == [str(tmp_path / name) for name in there]

@@ -35,6 +35,7 @@ from async_opd.files.run_format import write_run_format
 from async_opd.grading.evaluation import Evaluation
 from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
+from async_opd.prepare import Prepared
 from async_opd.training import Training
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.properties import examples
@@ -157,7 +158,7 @@ async def train(
         RunLog(config, folder, sinks=[], viewers=viewers) as log,
         Journal(folder / LEDGER, size) as journal,
     ):
-        job = Job(config, inputs, folder, start, log, journal, mirror)
+        job = Job(Prepared(config, inputs, "cpu"), folder, start, log, journal, mirror)
         if mirror is not None:
             mirror.notify = log.message
         with (

@@ -33,10 +33,15 @@ from async_opd.files.run_format import (
 )
 from async_opd.job import Job
 from async_opd.observability import run_log as runlog
+from async_opd.prepare import Prepared
 from async_opd.processes.run_lock import run_lock
 from async_opd.run import BAD_INPUT, INTERRUPTED, _shielded, _start, run
 from tests.checkpoint.test_store import ROWS, config, cut
 from tests.observability.test_run_log import Recorder
+
+
+def ready(made: RunConfig) -> Prepared:
+    return Prepared(made, Inputs(ROWS), "cpu")
 
 
 async def test_a_signal_during_the_final_save_waits_for_the_model() -> None:
@@ -63,7 +68,7 @@ def kept(run_dir: Path, config_text: str) -> None:
 def test_a_run_directory_with_checkpoints_is_not_used_for_another_run(tmp_path: Path) -> None:
     kept(tmp_path, "{}")
     with pytest.raises(ConfigError, match="holds an earlier run: checkpoints"):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS))
+        run(ready(config(run_dir=str(tmp_path))))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_a_run_directory_without_checkpoints_is_not_used_for_another_run(
 ) -> None:
     (tmp_path / left).write_text("{}")
     with pytest.raises(ConfigError, match=f"holds an earlier run: {left}"):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS))
+        run(ready(config(run_dir=str(tmp_path))))
     assert (tmp_path / left).read_text() == "{}"
 
 
@@ -96,14 +101,14 @@ def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one
     monkeypatch.setattr(module, "_run", killed)
     monkeypatch.setattr(runlog.RunLog, "finish", lambda log, status, error=None: status)
     with pytest.raises(KeyboardInterrupt):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+        run(ready(config(run_dir=str(tmp_path))), resume=True)
     assert not is_completed(tmp_path)
 
 
 def test_two_runs_do_not_share_a_run_directory(tmp_path: Path) -> None:
     for resume in (False, True):
         with run_lock(tmp_path), pytest.raises(ConfigError, match="another process runs in"):
-            run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume)
+            run(ready(config(run_dir=str(tmp_path))), resume)
 
 
 def test_a_resumed_run_starts_at_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -135,7 +140,7 @@ def test_a_completed_run_of_another_config_is_refused_with_its_keys(tmp_path: Pa
     (tmp_path / "model").mkdir()
     longer = config(run_dir=str(tmp_path), train={"steps": 4321})
     with pytest.raises(ConfigError) as caught:
-        run(longer, Inputs(ROWS), resume=True)
+        run(ready(longer), resume=True)
     assert [problem.key for problem in caught.value.problems] == ["train.steps"]
 
 
@@ -143,20 +148,20 @@ def test_a_completed_run_of_another_config_is_refused_with_its_keys(tmp_path: Pa
 def test_an_older_run_is_not_resumed(tmp_path: Path, left: str) -> None:
     (tmp_path / left).mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"found no format version.* expected {RUN_FORMAT}"):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+        run(ready(config(run_dir=str(tmp_path))), resume=True)
 
 
 def test_a_newer_run_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / FORMAT_FILE).write_text(json.dumps({"run_format": RUN_FORMAT + 1}))
     with pytest.raises(ConfigError, match=f"found {RUN_FORMAT + 1}, expected {RUN_FORMAT}"):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+        run(ready(config(run_dir=str(tmp_path))), resume=True)
 
 
 def test_a_completed_run_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match="found no format version"):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+        run(ready(config(run_dir=str(tmp_path))), resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -168,7 +173,7 @@ def test_a_run_that_begins_writes_its_format_first(
 
     monkeypatch.setattr(module, "write_atomically", full)  # the config, which comes next
     with pytest.raises(OSError, match="the disk is full"):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume)
+        run(ready(config(run_dir=str(tmp_path))), resume)
     assert [path.name for path in tmp_path.iterdir()] == [FORMAT_FILE]
     refuse_other_formats(tmp_path)
 
@@ -177,7 +182,7 @@ def test_a_completed_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFix
     write_run_format(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
     (tmp_path / "model").mkdir()
-    assert run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True) == 0
+    assert run(ready(config(run_dir=str(tmp_path))), resume=True) == 0
     assert "is completed already" in capsys.readouterr().out
 
 
@@ -202,7 +207,7 @@ def test_a_run_goes_on_in_an_empty_directory_from_its_mirror(
 
     monkeypatch.setattr(module, "_run", stopped)
     monkeypatch.setattr(mirror_module, "state_s", lambda config: 20)
-    assert run(mirrored(tmp_path / "second", url), Inputs(ROWS), resume=True) == INTERRUPTED
+    assert run(ready(mirrored(tmp_path / "second", url)), resume=True) == INTERRUPTED
     assert begun[0].start is not None
     assert begun[0].start.folder == tmp_path / "second/checkpoints/step_4"
     assert "step 4 is taken from" in (tmp_path / "second/run.log").read_text()
@@ -210,7 +215,7 @@ def test_a_run_goes_on_in_an_empty_directory_from_its_mirror(
     assert end is not None
     assert "summary.json" in end.files
     with pytest.raises(ConfigError, match=r"checkpoint.mirror: .* holds an earlier run"):
-        run(mirrored(tmp_path / "third", url), Inputs(ROWS))
+        run(ready(mirrored(tmp_path / "third", url)))
 
 
 def quiet(run_dir: Path) -> RunConfig:
@@ -295,7 +300,7 @@ def test_what_a_resumed_run_reads_is_read_beside_the_event_loop(
         made(training, *args)
 
     monkeypatch.setattr(distilling, "__init__", init)
-    assert run(quiet(tmp_path), Inputs(ROWS)) == 0
+    assert run(ready(quiet(tmp_path))) == 0
     assert threads != [threading.main_thread()]
 
 
@@ -303,7 +308,7 @@ def test_a_trace_that_cannot_be_written_costs_neither_the_model_nor_the_exit_cod
     tmp_path: Path, distilling: type[FakeTraining]
 ) -> None:
     (tmp_path / "trace.json").mkdir()
-    assert run(quiet(tmp_path), Inputs(ROWS)) == 0
+    assert run(ready(quiet(tmp_path))) == 0
     assert (tmp_path / "model").is_dir()
     assert "trace failed: IsADirectoryError" in (tmp_path / "run.log").read_text()
 
@@ -313,7 +318,7 @@ def test_a_trace_that_cannot_be_written_hides_no_other_error(
 ) -> None:
     (tmp_path / "trace.json").mkdir()
     distilling.error = ConfigError([Problem("config.yaml", "loss", "it is wrong")])
-    assert run(quiet(tmp_path), Inputs(ROWS)) == BAD_INPUT
+    assert run(ready(quiet(tmp_path))) == BAD_INPUT
 
 
 @pytest.mark.parametrize("call", ["start", "log", "busy", "message", "close"])
@@ -325,7 +330,7 @@ def test_a_console_that_fails_costs_neither_the_model_nor_the_exit_code(
 ) -> None:
     console = Recorder("console", fails=(call,))
     monkeypatch.setattr("async_opd.run.open_console", lambda *_: console)
-    assert run(quiet(tmp_path), Inputs(ROWS)) == 0
+    assert run(ready(quiet(tmp_path))) == 0
     assert (tmp_path / "model").is_dir()
 
 
@@ -333,10 +338,10 @@ def test_the_model_is_kept_when_all_is_trained_and_the_last_evaluation_fails(
     tmp_path: Path, distilling: type[FakeTraining]
 ) -> None:
     distilling.error = StageError("evaluation", "nothing can be graded")
-    assert run(quiet(tmp_path), Inputs(ROWS)) == 1
+    assert run(ready(quiet(tmp_path))) == 1
     assert (tmp_path / "model").is_dir()
     distilling.trained = False
-    assert run(quiet(tmp_path / "half"), Inputs(ROWS)) == 1
+    assert run(ready(quiet(tmp_path / "half"))) == 1
     assert not (tmp_path / "half" / "model").exists()
 
 
@@ -345,7 +350,7 @@ def test_a_run_that_fails_while_the_trainer_is_restarted_saves_no_other_student(
 ) -> None:
     distilling.error = StageError("trainer", "it died too often")
     distilling.has_weights = False
-    assert run(quiet(tmp_path), Inputs(ROWS)) == 1
+    assert run(ready(quiet(tmp_path))) == 1
     assert not (tmp_path / "model").exists()
 
 
@@ -355,7 +360,7 @@ def test_an_interrupted_run_saves_the_student_only_if_the_trainer_has_its_weight
 ) -> None:
     distilling.error = asyncio.CancelledError()
     distilling.has_weights = has_weights
-    assert run(quiet(tmp_path), Inputs(ROWS)) == INTERRUPTED
+    assert run(ready(quiet(tmp_path))) == INTERRUPTED
     assert (tmp_path / "model").is_dir() == has_weights
     told = "the student is not saved: the trainer has not its weights again yet"
     assert (told in (tmp_path / "run.log").read_text()) != has_weights
@@ -365,7 +370,7 @@ def test_a_checkpoint_that_cannot_be_had_at_the_end_does_not_replace_the_error(
     tmp_path: Path, distilling: type[FakeTraining]
 ) -> None:
     distilling.error = StageError("teacher", "it is gone")
-    run(quiet(tmp_path), Inputs(ROWS))
+    run(ready(quiet(tmp_path)))
     log = (tmp_path / "run.log").read_text()
     assert "no checkpoint at the end" in log
     assert "failed: teacher: it is gone" in log
@@ -380,5 +385,5 @@ def test_a_run_that_begins_writes_how_it_was_started(
     monkeypatch.setattr(module, "RunLog", full)  # it comes next
     monkeypatch.setattr("sys.argv", ["async_opd", "run", "config.yaml"])
     with pytest.raises(OSError, match="full"):
-        run(config(run_dir=str(tmp_path)), Inputs(ROWS))
+        run(ready(config(run_dir=str(tmp_path))))
     assert [origin.command for origin in read_origins(tmp_path)] == ["async_opd run config.yaml"]

@@ -71,6 +71,8 @@ class Inputs:
     max_prompt_tokens: int | None = None
     """The longest training prompt that fits every model together with its response."""
     max_eval_prompt_tokens: int | None = None
+    device: Device = "cpu"
+    """The device of all pools."""
 
     @property
     def checked(self) -> list[Sequence[Row]]:
@@ -105,7 +107,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     check_routing(config, device, student, found)
     data.renders = check_templates(config, models.files, found)
     check_shared_rows(config, student, found)
-    _hardware(config, found, models, gpus)
+    _hardware(config, found, models, device, gpus)
     graders = {"eval": ("eval.grader", config.eval.grader)}
     if config.reward is not None:
         graders["train"] = ("reward.grader", config.reward.grader)
@@ -124,7 +126,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     limit = _prompts(config, models, data, "train", train)
     data.passes(train)
     longest = _prompts(config, models, data, "eval", evaluation)
-    _payload(config, found, gpus, limit)
+    _payload(config, found, device, limit)
     cold_start = cold_start_rows(data)
     shown = {source for part in data.parts.values() for source in part.shown}
     check_families(config, device, models.files, models.partial, shown, found)
@@ -132,7 +134,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     if student is not None:
         given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
-    return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest)
+    return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest, device)
 
 
 def _mirror(config: RunConfig, found: Findings) -> None:
@@ -191,15 +193,17 @@ def _prompts(
     return limit
 
 
-def _payload(config: RunConfig, found: Findings, gpus: int, prompt_tokens: int | None) -> None:
+def _payload(config: RunConfig, found: Findings, device: Device, prompt_tokens: int | None) -> None:
     """Checks that the queue can hold the longest sample."""
-    teachers = payloads(config, resolve_device(config, gpus))
+    teachers = payloads(config, device)
     problem = refused(config, traffic(config, teachers, prompt_tokens or 0))
     if problem is not None:
         found.add(*problem)
 
 
-def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int) -> None:
+def _hardware(
+    config: RunConfig, found: Findings, models: ModelChecks, device: Device, gpus: int
+) -> None:
     """Checks that the pools fit the machine, and that a cluster to join can be joined."""
     try:
         refuse_client(config)
@@ -210,7 +214,7 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
     if config.train.moments != "float32" and importlib.util.find_spec("torchao") is None:
         message = f"{config.train.moments} needs the package torchao, which is not installed"
         found.add("train.moments", message, "pip install async-opd[lowbit]")
-    if resolve_device(config, gpus) == "cpu":
+    if device == "cpu":
         models.head_sizes()
         if config.train.offload != "none":
             found.notes.append("train.offload has no effect: on a CPU all is in host memory")

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.accounting.lineage import is_on_the_way
-from async_opd.api import checked
 from async_opd.checkpoint.earlier_run import (
     is_completed,
     left_in,
@@ -21,9 +20,8 @@ from async_opd.checkpoint.earlier_run import (
 )
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.store import FOLDER, Checkpoints
-from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine, with_defaults
-from async_opd.checks.preflight import Inputs
-from async_opd.checks.resources import pools, resolve_device
+from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
+from async_opd.checks.resources import pools
 from async_opd.config.device_defaults import resolved
 from async_opd.config.load import dump_config
 from async_opd.config.overrides import add_config, add_run_dir, load_given
@@ -44,6 +42,7 @@ from async_opd.observability.live.live_file import LIVE_FILE
 from async_opd.observability.run_log import METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.terminal import terminal_on
 from async_opd.observability.trace import TRACE
+from async_opd.prepare import Prepared, prepare
 from async_opd.queue.sizes import images_in_words, in_mib, kept_in_words, payloads, traffic
 
 if TYPE_CHECKING:
@@ -76,17 +75,14 @@ def _check(given: argparse.Namespace) -> int:
     return 0
 
 
-def check(
-    config: RunConfig, where: str, redacted: Redactor, load: bool
-) -> tuple[RunConfig, Inputs]:
+def check(config: RunConfig, where: str, redacted: Redactor, load: bool) -> Prepared:
     """Prints the config with all defaults, its pools, memory and bytes; returns it with its rows.
 
-    ``where`` is the config's file; ``load`` as for ``checked``. ConfigError with all problems.
+    ``where`` is the config's file; ``load`` as for ``prepare``. ConfigError with all problems.
     """
-    config, inputs = checked(config, where, load)
-    device = resolve_device(config)
-    complete = with_defaults(config, device)
-    print(escaped(redacted(dump_config(complete))))
+    ready = prepare(config, where, fetch=False, load=load)
+    config, inputs, device = ready.config, ready.inputs, ready.device
+    print(escaped(redacted(dump_config(config))))
     table = Table("pool", "replicas", "device each", "model", title="pools")
     for pool in pools(config):
         each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
@@ -107,7 +103,7 @@ def check(
         print(escaped(images_in_words(config, shown)))
     training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
     print(f"{training} training prompts, {evaluation} evaluation prompts")
-    return complete, inputs
+    return ready
 
 
 def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> None:
@@ -120,18 +116,18 @@ def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> 
     dated = with_template_date(with_cached(config, [])[0], resume).data.template_date
     data = config.data.model_copy(update={"template_date": dated})
     config = config.model_copy(update={"data": data})  # the rows that are left depend on it
-    complete, inputs = check(config, where, redacted, load=True)
+    ready = check(config, where, redacted, load=True)
     if config.checkpoint.mirror is not None and not resume:
         refuse_mirrored(config.checkpoint.mirror)
     if config.run_dir is not None and not resume:
         refuse_begun(Path(config.run_dir).absolute())
     elif config.run_dir is not None:
-        print(on_one_line(_resumed(config, inputs, where, Path(config.run_dir).absolute())))
+        print(on_one_line(_resumed(config, ready, where, Path(config.run_dir).absolute())))
     named = config.run_dir or f"runs/{config.name}-DATE"
-    print(escaped(redacted(f"the run would write {named}/: {', '.join(outputs(complete))}")))
+    print(escaped(redacted(f"the run would write {named}/: {', '.join(outputs(ready.config))}")))
 
 
-def _resumed(config: RunConfig, inputs: Inputs, where: str, run_dir: Path) -> str:
+def _resumed(config: RunConfig, ready: Prepared, where: str, run_dir: Path) -> str:
     """Where a resumed run would go on, in words. ConfigError for a run of another config."""
     if left_in(run_dir) or (run_dir / FORMAT_FILE).exists():
         refuse_other_formats(run_dir)
@@ -139,8 +135,8 @@ def _resumed(config: RunConfig, inputs: Inputs, where: str, run_dir: Path) -> st
     sources = [*local.data.train, *local.data.eval]
     if any(one.is_hub_id for one in named_models(local)) or any(one.absent for one in sources):
         return f"{run_dir} is compared with the config after the downloads of the run"
-    local = with_steps(with_template_date(local, resume=True), inputs.train)
-    now = identity(resolved(local, resolve_device(local)), inputs.checked)
+    local = with_steps(with_template_date(local, resume=True), ready.inputs.train)
+    now = identity(resolved(local, ready.device), ready.inputs.checked)
     refuse_another(run_dir / FOLDER, now)
     if is_completed(run_dir):
         return f"{run_dir} is completed already"

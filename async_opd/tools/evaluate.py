@@ -158,28 +158,21 @@ def evaluate(
     import uvloop
 
     from async_opd.checks.memory_fit import with_defaults
-    from async_opd.checks.preflight import preflight
-    from async_opd.checks.resources import gpu_count, pools, resolve_device, with_device
-    from async_opd.data.hub import fetched_data
+    from async_opd.checks.resources import gpu_count, pools
     from async_opd.data.teacher_prompts import teacher_readers
     from async_opd.files.safe_open import make_folder, private_files, write_atomically
     from async_opd.grading.evaluation_set import evaluation_of
     from async_opd.memory.pools import EVAL
-    from async_opd.models.hub import localize
     from async_opd.models.tokenizer import Text
     from async_opd.pictures.folder import MEDIA, Thumbnails
+    from async_opd.prepare import check_inputs
 
-    alone, notes = with_device(alone)
-    for note in notes:
-        _say(note)
-    config, alone = localize(config, where), localize(alone, where)
-    config = fetched_data(config, where)
-    alone = alone.model_copy(update={"data": config.data})
     # a teacher has to be no model that can be trained
-    inputs = preflight(alone if teacher is None else config, where, load=True)
+    ready = check_inputs(alone if teacher is None else config, where, fetch=True, load=True)
+    config, inputs, device = ready.config, ready.inputs, ready.device
+    alone = config if teacher is None else alone_of(config, None, teacher)
     others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
     problems = [problem for problem in inputs.problems if problem.key not in others]
-    device = resolve_device(alone)
     needed = next(pool.gpus for pool in pools(alone) if pool.name == EVAL)
     if device == "cuda" and not alone.cluster.joins and needed > gpu_count():
         message = f"the engines take {needed} GPUs, this machine has {gpu_count()}"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from async_opd import api
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError
 from async_opd.core.row import Row
 from async_opd.data import template_date
 from async_opd.models.tokenizer import Text
+from async_opd.prepare import prepare
 from tests.checks.inputs import config as config_of
 from tests.checks.inputs import rows
 
@@ -51,11 +51,11 @@ def on(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
 
 def begun(dated: RunConfig) -> tuple[RunConfig, list[list[str]]]:
     """What the first part of the run writes into its directory, and the rows that it keeps."""
-    made, inputs = api.prepared(dated, "c.yaml")
+    made = prepare(dated, "c.yaml")
     assert dated.run_dir is not None
     Path(dated.run_dir).mkdir()
-    (Path(dated.run_dir) / "config.yaml").write_text(dump_config(made))
-    return made, prompts(inputs.checked)
+    (Path(dated.run_dir) / "config.yaml").write_text(dump_config(made.config))
+    return made.config, prompts(made.inputs.checked)
 
 
 def prompts(checked: object) -> list[list[str]]:
@@ -70,12 +70,12 @@ def test_a_run_resumed_on_another_day_keeps_its_rows_and_renders_the_same_prompt
     first, kept = begun(dated)
     assert len(kept[0]) == 4
     on(monkeypatch, "2026-11-12")
-    again, inputs = api.prepared(dated, "c.yaml", resume=True)
-    assert prompts(inputs.checked) == kept
-    assert Text.of(again).encode("1") == Text.of(first).encode("1")
-    assert again == first
-    _, other = api.prepared(dated, "c.yaml")
-    assert prompts(other.checked) != kept  # without the run's date
+    again = prepare(dated, "c.yaml", resume=True)
+    assert prompts(again.inputs.checked) == kept
+    assert Text.of(again.config).encode("1") == Text.of(first).encode("1")
+    assert again.config == first
+    other = prepare(dated, "c.yaml")
+    assert prompts(other.inputs.checked) != kept  # without the run's date
 
 
 def test_the_teachers_templates_have_the_date_of_the_run(

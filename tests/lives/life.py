@@ -44,6 +44,7 @@ from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_files import EvaluationFiles
 from async_opd.observability import run_log
 from async_opd.observability.sinks import Sink
+from async_opd.prepare import Prepared
 from tests.faults import Faults
 from tests.lives.oracle import violations
 from tests.lives.stages import Cluster, Shape
@@ -290,7 +291,7 @@ class Living:
         """The exit code; None if the process was killed."""
         with self._faked():
             try:
-                code = runs.run(self.config, Inputs(), resume)
+                code = runs.run(Prepared(self.config, Inputs(), "cpu"), resume)
             except Killed:
                 code = None
             except Exception as error:

@@ -18,8 +18,8 @@ from tests.lives.life import Life, Process
 from tests.lives.oracle import violations
 from tests.lives.stages import Shape
 
-FEW, MANY = 100, 1000
-"""Seeds of ``make test`` and of ``make test-long``: on an idle core some 25 s, and 4 minutes."""
+FEW, MANY = 100, 500
+"""Seeds of ``make test`` and of ``make test-long``: on an idle core some 25 s, and 2 minutes."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of tasks that a killed process has left
 

@@ -32,17 +32,16 @@ def dry_run(*arguments: str) -> int:
 @pytest.fixture
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run directory with a checkpoint of step 8, in the working directory."""
-    from async_opd.api import checked
-    from async_opd.checks.resources import resolve_device
-    from async_opd.config.device_defaults import resolved
+    from async_opd.prepare import prepare
 
     monkeypatch.chdir(tmp_path)
-    config, inputs = checked(load_config(EXAMPLE, [FEW, "run_dir=runs/mine"]), EXAMPLE, False)
+    config = load_config(EXAMPLE, [FEW, "run_dir=runs/mine"])
+    ready = prepare(config, EXAMPLE, fetch=False, load=False)
     step = tmp_path / "runs" / "mine" / FOLDER / "step_8"
     step.mkdir(parents=True)
     write_run_format(step.parents[1])
     (step / MANIFEST).write_text("{}")
-    now = identity(resolved(config, resolve_device(config)), inputs.checked)
+    now = identity(ready.config, ready.inputs.checked)
     (step / CONFIG).write_text(now)
     return step.parents[1]
 

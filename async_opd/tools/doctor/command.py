@@ -80,15 +80,17 @@ def _start(config: RunConfig, where: str, found: Examination) -> None:
     """Adds what the engines show, unless a run could not start them."""
     from async_opd.tools.doctor.engines import run_engines
 
+    shown = {one.found for one in found.findings}
+
+    def say(text: str) -> None:
+        if text not in shown:
+            write_stderr(indented(text))
+
     if found.works:
-        found.add("engines", lambda: run_engines(config, where, _say))
+        found.add("engines", lambda: run_engines(config, where, say))
     else:
         message = "not started: the errors above come first"
         found.findings.append(Finding("engines", "warning", message, "mend them, then try again"))
-
-
-def _say(text: str) -> None:
-    write_stderr(indented(text))
 
 
 def _document(found: Examination, redacted: Callable[[str], str]) -> str:

@@ -18,28 +18,24 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from async_opd.accounting.images import kept
-from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.models import quantization
-from async_opd.checks.preflight import preflight
-from async_opd.checks.resources import resolve_device, with_device
 from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
 from async_opd.core.arrays import Float32
 from async_opd.core.batch import Batch
-from async_opd.core.errors import ConfigError, RolloutFault, StageError
+from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import supervised
-from async_opd.data.hub import fetched_data
 from async_opd.data.prompts import to_prompt
 from async_opd.files.safe_open import private_files
 from async_opd.models.engine_args import Device
-from async_opd.models.hub import localize
 from async_opd.models.model_files import ModelFiles, is_hub_id, sees
 from async_opd.models.tokenizer import Text
+from async_opd.prepare import prepare
 from async_opd.tools.doctor.agreement import Agreement
 from async_opd.tools.doctor.finding import Finding
 from async_opd.tools.doctor.prompts import sampled
@@ -335,14 +331,10 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     """
     import uvloop
 
-    config, notes = with_device(config)
-    for note in notes:
+    ready = prepare(config, where)
+    config, inputs, text = ready.config, ready.inputs, Text.of(ready.config)
+    for note in inputs.notes:
         notify(note)
-    config = fetched_data(localize(config, where), where)
-    inputs = preflight(config, where, load=True)
-    if inputs.problems:
-        raise ConfigError(inputs.problems)
-    device, text = resolve_device(config), Text.of(config)
     limit = inputs.max_prompt_tokens
     rows = sampled(config, inputs.checked, PROMPTS)
     prompts: list[Prompt] = []
@@ -353,8 +345,8 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
         work = examine_engines(
-            with_defaults(config, device),
-            device,
+            config,
+            ready.device,
             text.response_ends(),
             prompts,
             Path(folder),

@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from async_opd.checks.memory_fit import with_defaults
-from async_opd.checks.preflight import Inputs, preflight
-from async_opd.checks.resources import gpu_count, resolve_device
+from async_opd.checks.preflight import Inputs
+from async_opd.checks.resources import gpu_count
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
-from async_opd.models.hub import named_models, naming_faults, with_cached, without_code
+from async_opd.models.hub import named_models, with_cached, without_code
 from async_opd.models.model_files import ModelError, ModelFiles
 from async_opd.models.tokenizer import Text
+from async_opd.prepare import Prepared, check_inputs
 from async_opd.tools.doctor.devices import devices
 from async_opd.tools.doctor.disk import disk
 from async_opd.tools.doctor.environment import environment
@@ -105,24 +106,24 @@ def examine(
     except ConfigError as error:  # the driver does not answer
         found.findings += map(of_problem, error.problems)
         return found
-    inputs = Inputs()
+    ready = Prepared(config, Inputs(), "cpu")
 
     def checked() -> Iterator[Finding]:
-        nonlocal inputs
-        inputs = preflight(config, where, gpus)
-        yield from map(of_problem, naming_faults(config, where) + inputs.problems)
-        yield from (Finding(_topic_of_note(note), "warning", note) for note in inputs.notes)
+        nonlocal ready
+        ready = check_inputs(config, where, gpus=gpus)
+        yield from map(of_problem, ready.inputs.problems)
+        yield from (Finding(_topic_of_note(note), "warning", note) for note in ready.inputs.notes)
 
     found.add("config", checked)
     local, _ = with_cached_data(with_cached(without_code(config), [])[0], where, [])
-    device = resolve_device(local, gpus)
+    device = ready.device
     set_up = with_defaults(local, device)
     found.add("devices", lambda: devices(set_up, device, gpus))
     found.add("memory", lambda: memory(set_up, device, gpus))
     found.add("network", lambda: network(set_up, device))
     found.add("disk", lambda: disk(set_up))
     found.add("wandb", lambda: wandb_login(set_up))
-    _read(set_up, inputs, count, found)
+    _read(set_up, ready.inputs, count, found)
     found.add("teachers", lambda: _servers(set_up, where, endpoints))
     _without_fault(config, found)
     found.sort()

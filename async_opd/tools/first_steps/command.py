@@ -110,16 +110,16 @@ def checked_text(draft: Any, target: Path, overrides: list[str]) -> tuple[str, l
 
     ConfigError with all problems.
     """
-    from async_opd.api import checked
     from async_opd.config.load import load_config, with_overrides
     from async_opd.config.yaml_text import load_yaml
+    from async_opd.prepare import prepare
     from async_opd.tools.first_steps.config_text import completed, config_text
 
     folder = target.resolve().parent
     tree = with_overrides(draft.tree(target.stem, folder), overrides)
     text = config_text(completed(tree), str(target))
     config = load_config(load_yaml(text), folder=folder)
-    return text, checked(config, str(target), load=False)[1].notes
+    return text, prepare(config, str(target), fetch=False, load=False).inputs.notes
 
 
 def _asked(question: str, default: str) -> str:

@@ -16,9 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from async_opd.checks.images.shown import shown_to_servers
-from async_opd.checks.memory_fit import with_defaults
-from async_opd.checks.preflight import preflight
-from async_opd.checks.resources import resolve_device, with_device
 from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
@@ -27,12 +24,11 @@ from async_opd.core.batch import Batch
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
-from async_opd.data.hub import fetched_data
 from async_opd.files.safe_open import private_files
 from async_opd.models.engine_args import Device
-from async_opd.models.hub import localize
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.tokenizer import Text
+from async_opd.prepare import check_inputs
 from async_opd.tools.probe.asked import AskedSource, asked_sources
 from async_opd.tools.probe.figures import Measured
 from async_opd.tools.probe.measuring import Model, StudentAnswers, ask_student, ask_teacher, scored
@@ -166,18 +162,16 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
     """
     import uvloop
 
-    config, notes = with_device(config)
-    for note in notes:
+    ready = check_inputs(config, where, fetch=True, load=True)
+    config, inputs, text = ready.config, ready.inputs, Text.of(ready.config)
+    for note in inputs.notes:
         notify(note)
-    config = fetched_data(localize(config, where), where)
-    inputs = preflight(config, where, load=True)
     problems = inputs.problems or check_endpoints(
         _with_top_k(config), where, shown_to_servers(config, inputs)
     )
     if problems:
         raise ConfigError(problems)
-    device, text = resolve_device(config), Text.of(config)
-    config = with_defaults(config, device)
+    config = ready.with_defaults().config
     place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix=".probe-", dir=place)))
@@ -189,4 +183,4 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
             raise ConfigError([Problem(where, "data.train", message, "see async_opd doctor")])
         quick = config.model_copy(update={"run_dir": str(folder)})
         ends = text.response_ends()
-        return list(uvloop.run(measure(quick, sources, device, ends, notify)))
+        return list(uvloop.run(measure(quick, sources, ready.device, ends, notify)))

@@ -1,0 +1,99 @@
+"""A config becomes what a run starts with, once: models and data here, checked, with all defaults.
+
+    config ──fetch──► models and data on this machine ───check───► rows, device, problems
+                                                              └──► defaults ──► Prepared
+
+Each command that reads inputs or starts engines takes this way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.memory_fit import with_defaults
+from async_opd.checks.preflight import Inputs, preflight
+from async_opd.checks.resources import with_device
+from async_opd.config.run_config import RunConfig
+from async_opd.config.user_code import UserCodeError
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.data.hub import fetched_data
+from async_opd.data.mixture import with_steps
+from async_opd.data.template_date import with_template_date
+from async_opd.models.engine_args import Device
+from async_opd.models.hub import localize, naming_faults
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A config with the rows of its data and the device of all pools."""
+
+    config: RunConfig
+    inputs: Inputs
+    device: Device
+
+    def with_defaults(self) -> Prepared:
+        """With all defaults that depend on device, models and memory."""
+        return replace(self, config=with_defaults(self.config, self.device))
+
+
+def prepare(
+    config: RunConfig, where: str, *, fetch: bool = True, load: bool = True, resume: bool = False
+) -> Prepared:
+    """What a run starts with: its config has a number of steps and all defaults.
+
+    Flags as for ``check_inputs``. Servers of teachers are asked: with ``load`` they get their keys
+    and prompts with images, else a text of ours. ConfigError with all problems of the config,
+    models, data, code and servers.
+    """
+    from teachers.endpoint.check import check_endpoints
+
+    found = check_inputs(config, where, fetch=fetch, load=load, resume=resume)
+    config, inputs = found.config, found.inputs
+    problems = [*inputs.problems, *(_loss_problems(config, where) if load else [])]
+    shown = shown_to_servers(config, inputs) if load else {}
+    problems = problems or check_endpoints(config, where, shown, keys=load)
+    if problems:
+        raise ConfigError(problems)
+    return replace(found, config=with_steps(config, inputs.train)).with_defaults()
+
+
+def check_inputs(
+    config: RunConfig,
+    where: str,
+    *,
+    fetch: bool = False,
+    load: bool = False,
+    resume: bool = False,
+    gpus: int | None = None,
+) -> Prepared:
+    """The config as given, with what there is to say against it in ``inputs.problems``.
+
+    ``fetch``: models and data are downloaded, and stand in the config as paths; a cluster to join
+    is asked whether it has GPUs, where ``cluster.device`` does not say. ``load``: code that the
+    config names is run, as before a run; else its files are looked for. ``resume``: what depends on
+    the day is as in the run directory. ``gpus`` of this machine; they are counted by default.
+    ConfigError for what cannot be downloaded.
+    """
+    notes: list[str] = []
+    if fetch:
+        config, notes = with_device(config)
+        config = with_template_date(fetched_data(localize(config, where), where), resume)
+    inputs = preflight(config, where, gpus, load)
+    inputs.problems[:0] = naming_faults(config, where)
+    inputs.notes.extend(notes)
+    return Prepared(config, inputs, inputs.device)
+
+
+def _loss_problems(config: RunConfig, where: str) -> list[Problem]:
+    """Imports and tries the loss of a user's package; no problem for another loss."""
+    if config.loss.kind != "user":
+        return []
+    from trainer.losses.base import user_divergence
+
+    try:
+        user_divergence(config.loss.function, config.loss.options)
+    except UserCodeError as error:
+        remedy = "docs/extending.md has an example"
+        return [Problem(where, "loss.function", str(error), remedy)]
+    return []
