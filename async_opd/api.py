@@ -6,7 +6,7 @@ config ──► prepare: models, data, user code are checked ──► run ─�
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,83 @@ from typing import Any
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.models import torchvision_operators
-from async_opd.observability.callbacks import Callback, CallbackSink
-from async_opd.observability.sinks import Summary
+from async_opd.observability.loggers.logged_run import is_evaluation
+from async_opd.observability.sinks import Sink, Summary
 from async_opd.prepare import prepare
 
 __all__ = ["Callback", "Summary", "distil"]
+
+
+class Callback:
+    """What a run calls, on its event loop: a method that takes long delays the run.
+
+    An error of a method ends the run as failed, with the error as its cause. Methods that are not
+    overridden do nothing.
+    """
+
+    def on_row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called with each row of ``metrics.jsonl``, evaluations among them."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after ``on_row`` with the rows of evaluations (docs/evaluation.md)."""
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Called when a checkpoint is complete. Its error ends the run at the next row."""
+
+    def on_end(self, summary: Summary) -> None:
+        """Called once, when the run has ended and ``summary.json`` is written."""
+
+
+class CallbackSink(Sink):
+    """Calls all callbacks; their errors end the run. ``summary``: how it ended, once it has.
+
+    ``error``: what ``close`` raised.
+    """
+
+    required = True
+    name = "callback"
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = callbacks
+        self._failure: Exception | None = None
+        self.summary: Summary | None = None
+        self.error: str | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises what a callback raises, or has raised when it was told of a checkpoint."""
+        self._raise()
+        self._each(lambda one: one.on_row(step, metrics))
+        if is_evaluation(metrics):
+            self._each(lambda one: one.on_evaluation(step, metrics))
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Keeps the error of a callback: the task that writes checkpoints ends no run."""
+        try:
+            self._each(lambda one: one.on_checkpoint(step, folder))
+        except Exception as error:
+            self._failure = error
+
+    def close(self, summary: Summary) -> str | None:
+        """Tells all callbacks, and raises the first error: that of a checkpoint, or of one here."""
+        self.summary = summary
+        for callback in self._callbacks:
+            try:
+                callback.on_end(summary)
+            except Exception as error:
+                self._failure = self._failure or error
+        if self._failure is not None:
+            self.error = f"{type(self._failure).__name__}: {self._failure}"
+        self._raise()
+        return None
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            call(callback)
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 def distil(

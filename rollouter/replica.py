@@ -58,7 +58,6 @@ from rollouter.spec import StudentEngineSpec
 from rollouter.transports import transport
 from rollouter.transports.chunks import BACKEND, chunk_info
 from rollouter.transports.engine import WEIGHTS_MIXED, WEIGHTS_UNCHANGED, register
-from rollouter.wait_causes import WAITS, cause_of
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -68,6 +67,21 @@ PAUSE = {
 """How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: the
 engine computes their KV cache again from their tokens, with the new weights."""
 COUNTERS = ("tokens", "request_s", "paused_s")
+
+
+WAITS = {
+    "weights": "the newest weights",
+    "gpu": "its GPU, which others use",
+    "prompts": "prompts (admission)",
+}
+"""What a replica that computes nothing waits for: ``wait_<cause>_s``, and in words."""
+
+
+def cause_of(*, paused: bool, asleep: bool) -> str:
+    """Why the engine has no request now; a weight sync comes before the GPU's other users."""
+    if paused:
+        return "weights"
+    return "gpu" if asleep else "prompts"
 
 
 class StudentReplica:

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 import async_opd.checkpoint.store as checkpoint
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.api import Callback, CallbackSink
 from async_opd.checkpoint import earlier_run
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.mirror import Mirror
@@ -39,7 +40,6 @@ from async_opd.core.stages import LOG, SamplingSpec
 from async_opd.files import durable
 from async_opd.files.run_format import write_run_format
 from async_opd.grading.evaluation import Evaluation
-from async_opd.observability.callbacks import Callback, CallbackSink
 from async_opd.observability.run_log import METRICS, RUN_LOG, RunLog
 from async_opd.observability.sinks import Sink
 from async_opd.pipeline import Pipeline

@@ -12,6 +12,7 @@ split. Logits exist for one chunk of response rows at a time (``losses/chunked.p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -47,13 +48,31 @@ from trainer.saving.captured import all_written
 from trainer.saving.export import export_dtype, fault_of_saving
 from trainer.saving.shards import Shards, Stamp
 from trainer.saving.state import frozen_digest, refuse_other_frozen
-from trainer.schedule import learning_rate
 from trainer.utilization import memory_metrics, utilization
 from trainer.vision.images import Images, Samples
+
+if TYPE_CHECKING:
+    from async_opd.config.sections.train import TrainConfig
 
 CPU_ROW_TOKENS = 512
 """Longest packed row on a CPU. Attention of whole rows is quadratic in them and computes what the
 mask hides too; a longer row would keep no processor busier."""
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """The rate of step ``step`` (0-based): linear warm-up, then constant or a cosine to the end.
+
+    The first step of a warm-up has lr / warmup_steps. With a cosine the last step (steps - 1) has
+    lr · min_lr_ratio, if at least two steps follow the warm-up.
+    """
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    span = max(train.steps - 1 - train.warmup_steps, 1)
+    progress = min((step - train.warmup_steps) / span, 1.0)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * cosine)
 
 
 @dataclass(frozen=True)

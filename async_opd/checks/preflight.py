@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from async_opd.checks.adapters import check_adapters
 from async_opd.checks.cold_start import cold_start_rows, given_answers
 from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
 from async_opd.checks.images.families import check_families
-from async_opd.checks.images.training import check_seeing_student
 from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
-from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.resources import (
     gpu_count,
@@ -28,7 +25,12 @@ from async_opd.checks.resources import (
     resolve_device,
 )
 from async_opd.checks.room import Room
-from async_opd.checks.shared_rows import check_shared_rows
+from async_opd.checks.student import (
+    check_adapters,
+    check_routing,
+    check_seeing_student,
+    check_shared_rows,
+)
 from async_opd.checks.templates import check_templates
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig

@@ -2,7 +2,16 @@
 
     config, sizes of its models ──► train: peak(step_of), engines: weights and KV cache
 
-Where a number is a bound and no formula, its constant says so.
+Where a number is a bound and not a formula, its constant says so.
+
+A load of new weights takes bytes beside an engine's share of its GPU:
+
+    chunk ──clones──► all that is given of a module, unsharded ──► the module, made again
+                                                                     └──► as kernels want it
+
+vLLM keeps the tensors that it is given of a module until all of them have come, makes the module
+again, and copies that to where the old one is (``vllm.model_executor.model_loader.reload``). Before
+the first load it has filled its share with KV cache; its profile knows of no load.
 """
 
 from __future__ import annotations
@@ -17,7 +26,6 @@ from async_opd.config.sections.loss import score_kind
 from async_opd.config.sections.rollout import RolloutConfig
 from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.media.engine_prompts import KEPT_BYTES
-from async_opd.memory.reload import reload_bytes
 from async_opd.memory.step import Step, Terms, peak, states
 from async_opd.models.adapted import trained_entries
 from async_opd.models.engine_args import Device, engine_dtype
@@ -55,6 +63,42 @@ between GPUs, as NCCL is."""
 
 Sizes = Callable[[str], ModelSize]
 """The size of a local model by its directory."""
+
+
+PADDING = 64
+"""vLLM makes rows of embedding and head a multiple of so many, and waits for those that it added:
+such a module is complete only when everything has come."""
+
+
+def reload_bytes(size: ModelSize, itemsize: int, parallel: int, chunk: int | None) -> int:
+    """The peak on each of ``parallel`` GPUs of an engine, for entries of ``itemsize`` bytes.
+
+    Weights come to the GPU in messages of ``chunk`` bytes, or of one larger tensor; None: they come
+    through host memory, and the GPU only has the module.
+    """
+    table = itemsize * size.vocabulary * size.hidden
+    made_of_table, modules = table // parallel, _modules(size, itemsize, parallel)
+    if chunk is None:
+        return max(made_of_table, *(made for _, made in modules))
+    layers = max(map(sum, modules)) + chunk
+    packed = chunk if table <= chunk else 0
+    if size.vocabulary % PADDING == 0:
+        return max(layers, table + made_of_table + packed)
+    return itemsize * size.embeddings * size.hidden + max(layers, made_of_table + packed)
+
+
+def _modules(size: ModelSize, itemsize: int, parallel: int) -> list[tuple[int, int]]:
+    """Of the largest modules of a layer the bytes that are given, and those that are made of them.
+
+    Of a mixture's experts, all of which are one module, kernels may want another form beside.
+    """
+    each = itemsize * size.inner * size.hidden * (2 if size.gated else 1)
+    attention = itemsize * (size.query + 2 * size.key) * size.hidden
+    found = [(attention, attention // parallel), (each, each // parallel)]
+    if size.experts:
+        experts = size.experts * (each + itemsize * size.inner * size.hidden)
+        found.append((experts, 2 * experts // parallel))
+    return found
 
 
 @dataclass(frozen=True)

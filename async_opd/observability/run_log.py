@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ from async_opd.core.samples import DeadLetter
 from async_opd.core.stages import LOG
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
-from async_opd.observability.log_line import is_shown, json_line, text_line
 from async_opd.observability.loggers.chosen import logger_sinks
 from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
@@ -46,6 +46,37 @@ from async_opd.waiting.waits import EVERY_S, WAITING, named
 METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
 RUN_LOG, SUMMARY = "run.log", "summary.json"
 SINK_FAILURES = "log/sink_failures"
+
+
+LEVELS: tuple[Level, ...] = ("info", "warning", "error")
+_ABOUT = re.compile(
+    r"(?P<stage>student|trainer|teacher [^\s/:]+|rollouter|scorer|queue)(/\d+)?[ :]"
+)
+_STAGES = {"student": "rollout", "rollouter": "rollout", "trainer": "train"}
+
+
+def is_shown(level: Level, least: Level) -> bool:
+    """Whether a message of this level is at least of the level ``least``."""
+    return LEVELS.index(level) >= LEVELS.index(least)
+
+
+def text_line(moment: str, level: Level, text: str) -> str:
+    """The line, whose level is named unless it is ``info``."""
+    return f"{moment} {text}" if level == "info" else f"{moment} {level.upper()} {text}"
+
+
+def json_line(moment: str, level: Level, text: str) -> str:
+    """The object on one line. Stage and replica are those that the text begins with, or ''."""
+    about = _ABOUT.match(text)
+    stage = about["stage"] if about else ""
+    entry = {
+        "time": moment,
+        "level": level,
+        "stage": _STAGES.get(stage, stage.replace("teacher ", "teacher/")),
+        "replica": stage + about[2] if about and about[2] else "",
+        "text": text,
+    }
+    return json.dumps(entry)
 
 
 class RunLog:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 from collections.abc import Mapping
 from contextlib import chdir, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +18,6 @@ import psutil
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
 from async_opd.files.safe_open import make_folder
-from async_opd.observability.loggers.alerts import Alert, alert_of
 from async_opd.observability.loggers.environment import environment
 from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
 from async_opd.observability.loggers.sample_tables import SampleTable, SampleTables
@@ -49,6 +49,30 @@ AXES = {
     EVALUATION_SAMPLES: EVALUATION_STEP,
 }
 """The x axis of each metric, by the longest name that fits."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """``title`` is of a kind of message, ``text`` is the message."""
+
+    title: str
+    text: str
+    level: Literal["WARN", "ERROR"]
+
+
+KINDS: tuple[tuple[re.Pattern[str], str, Literal["WARN", "ERROR"]], ...] = (
+    (re.compile(r"^failed\b|^the run has failed"), "the run has failed", "ERROR"),
+    (re.compile(r"\(guardrail: |^rollback \d"), "guardrail", "WARN"),
+    (re.compile(r" is (ejected|gone for good)\b"), "a replica failed", "WARN"),
+)
+
+
+def alert_of(message: str) -> Alert | None:
+    """The alert of a line of ``run.log``; None for most lines."""
+    for pattern, title, level in KINDS:
+        if pattern.search(message.partition("\n")[0]):
+            return Alert(title, message, level)
+    return None
 
 
 class WandbSink(Sink):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_opd.checks.findings import Findings
-from async_opd.checks.images.training import check_seeing_student
+from async_opd.checks.student import check_seeing_student
 from async_opd.config.sections.log import LogConfig
 from async_opd.config.sections.train import TrainConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_opd.checks.torch_builds import other_builds
+from async_opd.tools.doctor.environment import other_builds
 
 X86 = "x86_64"
 CPU = {"torch": "2.13.0+cpu"}

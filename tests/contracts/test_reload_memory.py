@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from async_opd.memory.reload import reload_bytes
+from async_opd.memory.pools import reload_bytes
 from async_opd.models.model_size import ModelSize
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 from rollouter.transports import chunks
@@ -153,6 +153,6 @@ def test_a_load_takes_what_is_planned_for_it(
     with contract(
         "vllm.model_executor.model_loader.reload.layerwise",
         "keeps of a module what it was given, makes it again once, and forgets it then",
-        by="async_opd.memory.reload",
+        by="async_opd.memory.pools",
     ):
         assert least <= int(found) / planned <= 1.01

@@ -17,8 +17,8 @@ from async_opd.memory.pools import (
     communicators,
     memory_of,
     outside,
+    reload_bytes,
 )
-from async_opd.memory.reload import reload_bytes
 from async_opd.models.model_size import ModelSize, power_of_two
 from tests.checks.inputs import MODELS
 

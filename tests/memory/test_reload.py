@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_opd.memory.reload import reload_bytes
+from async_opd.memory.pools import reload_bytes
 from async_opd.models.model_size import ModelSize
 
 MB = 1_000_000

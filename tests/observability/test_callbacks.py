@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.observability.callbacks import Callback, CallbackSink
+from async_opd.api import Callback, CallbackSink
 
 SUMMARY: Any = object()
 

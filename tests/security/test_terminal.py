@@ -20,8 +20,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Header
-from async_opd.grading.grader_output import READ_BYTES, SHOWN_BYTES, GraderOutput
-from async_opd.grading.grader_pool import Graders, GraderSpec
+from async_opd.grading.grader_pool import READ_BYTES, SHOWN_BYTES, GraderOutput, Graders, GraderSpec
 from async_opd.grading.graders import GradeError
 from async_opd.observability.live.console import LiveConsole, PlainConsole
 from async_opd.observability.live.view_state import ViewState

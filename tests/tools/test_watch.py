@@ -18,9 +18,8 @@ from async_opd.files.json_lines import MetricsRow
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.live.live_file import LIVE_FILE, LiveFile
 from async_opd.observability.run_log import RunLog
-from async_opd.tools.report import followed_run
-from async_opd.tools.report.followed_run import FollowedRun, News
-from async_opd.tools.watch import ENDED, GONE, LOOK_S, Watch
+from async_opd.tools import watch as followed_run
+from async_opd.tools.watch import ENDED, GONE, LOOK_S, FollowedRun, News, Watch
 from tests.observability.live.test_console import METRICS, Clock, Terminal, config, row, summary
 from tests.test_resume import SHAPE, live_and_evaluate, world
 

@@ -15,8 +15,7 @@ import torch
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import pack
-from trainer.batches.reduction import token_weights
-from trainer.batches.token_weights import TokenWeight
+from trainer.batches.token_weights import TokenWeight, token_weights
 from trainer.layers.recomputation import recompute_activations
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.loss_module import StudentLoss

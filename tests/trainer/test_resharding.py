@@ -81,7 +81,7 @@ def trained_by_two(folder: Path) -> str:
         learner.capture(version=0)
         with pytest.raises(CheckpointError) as error:
             learner.write(str(folder / "full"))
-        full = patch("trainer.saving.weight_files.save_file", side_effect=OSError(28, "full"))
+        full = patch("trainer.saving.export.save_file", side_effect=OSError(28, "full"))
         with full, pytest.raises(OSError, match="full"):
             learner.save(source(folder), str(folder / "model"))
         learner.train_batch(BATCH)  # the ranks are in step

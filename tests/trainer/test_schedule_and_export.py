@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 from async_opd.config.sections.train import TrainConfig
 from tests.trainer.models import tiny_model
-from trainer.saving.export import export_dtype, save_model
-from trainer.saving.weight_files import write_weights
-from trainer.schedule import learning_rate
+from trainer.learner import learning_rate
+from trainer.saving.export import export_dtype, save_model, write_weights
 from trainer.student.named_weights import named_weights
 
 TRAIN = TrainConfig(lr=1.0, warmup_steps=4, steps=20, min_lr_ratio=0.1)
@@ -96,8 +95,8 @@ def test_one_file_of_weights_is_in_memory_at_a_time(
         sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
         held[0] -= sizes[-1]
 
-    monkeypatch.setattr("trainer.saving.weight_files.save_file", written)
-    monkeypatch.setattr("trainer.saving.weight_files.flush", lambda path: path.touch())
+    monkeypatch.setattr("trainer.saving.export.save_file", written)
+    monkeypatch.setattr("trainer.saving.export.flush", lambda path: path.touch())
     write_weights(tmp_path, taken(), file_bytes=100)
     assert sizes == [80, 40, 300, 40]
 
@@ -179,7 +178,7 @@ def test_a_save_that_fails_leaves_the_old_model(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("trainer.saving.weight_files.save_file", fail)
+    monkeypatch.setattr("trainer.saving.export.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         export(model, f"{quickstart}/models/student", path)
     assert (path / "model.safetensors").is_file()

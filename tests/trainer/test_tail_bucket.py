@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from async_opd.core.scores import CandidateLogprobs, TopK
 from tests.trainer.models import random_sample
 from tests.trainer.oracle import DOUBLE, Case, divergences, gradients, loss_of, term
-from trainer.batches.packing import pack
-from trainer.batches.unsent_mass import MIN_REST_MASS, estimate_log_rest
+from trainer.batches.packing import MIN_REST_MASS, estimate_log_rest, pack
 from trainer.losses import DivergenceFunction, ForwardKL, MixedKL, ReverseKL, jsd
 from trainer.losses.base import Tokens
 

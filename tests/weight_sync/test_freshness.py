@@ -17,13 +17,14 @@ from async_opd.core.row import Media
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.freshness import (
+    FIRST_RATIO,
+    MARGIN,
     Evidence,
     Freshness,
     refuse_other_digests,
 )
 from async_opd.weight_sync.held_rows import LENGTHS, HeldRow, held_rows
 from async_opd.weight_sync.layout import Reference, Rendezvous, WeightMeta
-from async_opd.weight_sync.row_distances import FIRST_RATIO, MARGIN
 
 ROWS = held_rows(100, 128)
 UNIT = 0.01

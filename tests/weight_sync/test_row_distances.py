@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from async_opd.weight_sync.row_distances import FIRST_RATIO, MARGIN, Distance, RowLimits
+from async_opd.weight_sync.freshness import FIRST_RATIO, MARGIN, Distance, RowLimits
 
 
 @pytest.mark.parametrize(("nats", "ratio"), [(0.0, 0.0), (1e-9, math.inf)])

@@ -23,9 +23,17 @@ from async_opd.core.samples import Sample
 from async_opd.core.scores import HiddenStates, SampledLogprobs, SupportScores
 from async_opd.core.sequence import indices
 from trainer.batches.token_weights import TokenWeight
-from trainer.batches.unsent_mass import estimate_log_rest
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.vision.images import RowImages
+
+MIN_REST_MASS = 1e-5
+"""Least estimate of the mass outside of a support."""
+
+
+def estimate_log_rest(logprobs: Float32) -> Float32:
+    """log(1 - P) [R] of a support's log-probabilities [R, k], nats."""
+    mass = np.exp(logprobs, dtype=np.float64).sum(axis=1)
+    return np.asarray(np.log1p(-np.minimum(mass, 1 - MIN_REST_MASS)), dtype=np.float32)
 
 
 @dataclass(frozen=True)

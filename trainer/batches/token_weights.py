@@ -14,10 +14,31 @@ import numpy as np
 
 from async_opd.core.samples import Header
 from trainer.batches.advantages import Normalize, advantages, groups_of, rewards_of
-from trainer.batches.reduction import token_weights
 
 if TYPE_CHECKING:
     from async_opd.config.sections.loss import Loss, Reduction, RewardConfig
+
+
+def token_weights(
+    lengths: Sequence[int],
+    reduction: Reduction,
+    max_tokens: int,
+    weights: Sequence[float] | None = None,
+) -> list[float]:
+    """The weight of each token of each sample; ``lengths`` are the batch's response lengths.
+
+    ``weights`` are a_s, positive; by default all 1.
+    """
+    weights = weights or [1.0] * len(lengths)
+    pairs = list(zip(weights, lengths, strict=True))
+    if reduction == "token_mean":
+        tokens = sum(weight * length for weight, length in pairs) or 1.0
+        return [weight / tokens for weight in weights]
+    samples = sum(weight for weight, length in pairs if length) or 1.0
+    if reduction == "seq_mean_token_mean":
+        return [weight / (samples * max(length, 1)) for weight, length in pairs]
+    norm = max_tokens if reduction == "seq_mean_token_sum_norm" else 1
+    return [weight / (samples * norm) for weight in weights]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 Every rank copies and reads its own parts only (``trainer.saving.shards`` says in which files they
 are), and nothing here communicates. A parameter that is not trained is not stored: it is what
-``student.model`` holds. Learning rates are a function of the step (``trainer.schedule``): there is
+``student.model`` holds. Learning rates are a function of the step (``trainer.learner``): there is
 no schedule to store.
 """
 

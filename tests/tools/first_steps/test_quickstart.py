@@ -13,7 +13,7 @@ from async_opd import cli
 from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
-from async_opd.tools.first_steps.quickstart import CONFIG, INPUTS, copy_to, packaged
+from async_opd.tools.first_steps.command import CONFIG, INPUTS, copy_to, packaged
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "quickstart.yaml"

@@ -42,7 +42,7 @@ def test_the_quickstart_can_run_from_the_wheel_alone(installed: Path, tmp_path: 
 def test_a_first_config_of_the_quickstarts_copy_passes_check(
     installed: Path, tmp_path: Path
 ) -> None:
-    copy = "from async_opd.tools.first_steps.quickstart import copy_to; from pathlib import Path; "
+    copy = "from async_opd.tools.first_steps.command import copy_to; from pathlib import Path; "
     said(installed, tmp_path, "python", "-c", f"{copy}copy_to(Path())")
     models, data = "quickstart/models", "quickstart/data"
     given = ["--student", f"{models}/student", "--teacher", f"sort={models}/teacher-sort"]

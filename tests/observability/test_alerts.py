@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_opd.observability.loggers.alerts import alert_of
+from async_opd.observability.wandb_sink import alert_of
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.tools.report import followed_run
-from async_opd.tools.report.followed_run import FollowedLines, FollowedRun
+from async_opd.tools import watch as followed_run
+from async_opd.tools.watch import FollowedLines, FollowedRun
 
 
 @pytest.fixture
