@@ -11,6 +11,7 @@ import pytest
 
 from tests.fuzz.command import Said, command
 from tests.security.test_given_runs import EXAMPLE, forge
+from tests.security.test_terminal import TITLE, commands
 from tests.test_export import run_of
 
 FREE = 1000
@@ -113,3 +114,13 @@ def test_a_large_file_of_the_student_does_not_fill_the_disk(run_dir: Path) -> No
         assert exported(run_dir, "checkpoints/step_2").code == 0
     assert [path.name for path in (run_dir.parent / "out").glob("?.txt")] == ["a.txt"]
     assert os.path.getsize(run_dir.parent / "out" / "a.txt") == 2 << 20
+
+
+def test_the_warning_about_it_does_not_command_the_terminal(run_dir: Path) -> None:
+    student = (run_dir.parent / "student").rename(run_dir.parent / f"student{TITLE}")
+    forge(run_dir, lambda tree: tree["student"].update(model=f"../{student.name}"))
+    with (student / f"{TITLE}.txt").open("wb") as file:
+        file.truncate(2 << 30)
+    with pytest.warns(UserWarning, match="not copied") as caught:
+        assert exported(run_dir, "checkpoints/step_2").code == 0
+    assert commands("".join(str(warning.message) for warning in caught)) == []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_opd.core.printable import on_one_line
 from async_opd.files.durable import flush
 from async_opd.files.safe_open import FOLDER_MODE, remove_tree
 from async_opd.models.own_files import foreign, own_file, texts
@@ -153,12 +154,12 @@ def _copy_rest(source: Path, part: Path) -> None:
     files = ((own_file(file, source), file.relative_to(source)) for file in texts(source))
     own = [(real, name) for real, name in files if real and not any(map(name.match, NOT_COPIED))]
     sizes = {name: real.stat().st_size for real, name in own}
-    left = TEXT_BYTES
+    shown, left = on_one_line(str(source)), TEXT_BYTES
     for real, name in sorted(own, key=lambda one: sizes[one[1]]):
         left -= sizes[name]
         if left < 0:
             words = f"with its smaller files it has more than {TEXT_BYTES} bytes"
-            warnings.warn(f"not copied from {source}: {str(name)!r}, {words}", stacklevel=2)
+            warnings.warn(f"not copied from {shown}: {str(name)!r}, {words}", stacklevel=2)
             continue
         (part / name).parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
         with real.open("rb") as read, (part / name).open("wb") as written:
@@ -166,4 +167,4 @@ def _copy_rest(source: Path, part: Path) -> None:
     left_out = foreign(source)
     if left_out:
         names = ", ".join(repr(str(file.relative_to(source))) for file in left_out)
-        warnings.warn(f"not copied from {source}, links out of it: {names}", stacklevel=2)
+        warnings.warn(f"not copied from {shown}, links out of it: {names}", stacklevel=2)
