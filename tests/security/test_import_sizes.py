@@ -16,7 +16,7 @@ from async_opd.importing.shell import split
 from tests.fuzz.command import command
 
 LONG = "a" * 60_000
-MANY, MANY_NAMES = range(100), range(25_000)
+MANY, MANY_NAMES = range(100), range(20_000)
 ALIASES = ", ".join(["*a"] * 60)
 PARTS = {
     "values.sh": [f"A={LONG}", *(f"X{n}=$A" for n in MANY)],
@@ -52,9 +52,11 @@ LARGE = {
     "sums.sh": "run x=" + "$((1))" * 170_000,
     "word.sh": "run " + "a" * 1_040_000,
     "array.sh": "A+=(b)\n" * 149_000,
+    "number.yaml": "k: " + "1" * 100_000,
+    "number.sh": "run --teacher_model_name_or_path " + "1" * 100_000,
     "dots.yaml": "k: ${" + "." * 1_000_000,
     "relative.yaml": "? " + "a." * 250_000 + "a\n: " + "${.x}" * 90_000,
-    "tables.toml": "".join(f'[[orchestrator.env]]\nid="e{n}"\n' for n in range(20_000)),
+    "tables.toml": "".join(f'[[orchestrator.env]]\nid="e{n}"\n' for n in range(12_000)),
     "names.py": "a0=1\n"
     + "".join(f"a{n + 1}=a{n}\n" for n in MANY_NAMES)
     + f"GKDConfig({', '.join(f'x{n}=a{len(MANY_NAMES)}' for n in MANY_NAMES)})",
