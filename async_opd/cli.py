@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,8 @@ from async_opd.processes.output import write_stderr
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted by a signal"
+BUG = f""", which is a bug of async_opd {__version__}
+    → report it with the lines above, the command and the config"""
 ABOUT = """\
 Trains a student model on its own rollouts, scored by one or more teachers: rollouts, scoring and
 training run at the same time, on GPUs of their own.
@@ -76,7 +79,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+    """Runs a command; returns the exit code. An error that is not expected is shown, not raised."""
     torchvision_operators.install()
     words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions (async_opd completion)
@@ -101,6 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:  # libraries quote their input: secrets, and a terminal's commands
+        write_stderr(indented(arguments.redacted(traceback.format_exc())))
+        write_stderr(f"failed: {type(error).__name__}{BUG}")
+        return FAILED
 
 
 class _Parser(argparse.ArgumentParser):

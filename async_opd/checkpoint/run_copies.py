@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from async_opd.accounting.lineage import Lineage, is_on_the_way, longest
 from async_opd.accounting.roll_backs import RollBack, lineage_of, parse_roll_backs
 from async_opd.checkpoint.store import CUT, CUT_BYTES, EVALUATED, FOLDER, parse_cut
 from async_opd.core.written_file import WrittenFile
+from async_opd.files.disk_space import without_space
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import Changed, RemoteFile
 from async_opd.files.safe_open import make_folder
@@ -34,8 +34,6 @@ from async_opd.processes.background import each_of
 
 LISTING, END, WRITER = "files.json", "end", "writer"
 MAX_LISTING_BYTES, MAX_WRITER_BYTES, MAX_ROLL_BACKS_BYTES = 64 << 20, 64, 16 << 20
-SPARE_BYTES = 1 << 30
-"""Bytes of a disk that a download leaves free."""
 AT_ONCE = 4
 """Files of a copy that are transferred at the same time."""
 TEACHERS = "teachers"
@@ -207,10 +205,9 @@ class RunCopies:
         """
         chosen = {name: file for name, file in copy.files.items() if wanted(name)}
         make_folder(into)
-        free, needed = shutil.disk_usage(into).free, sum(file.bytes for file in chosen.values())
-        if needed > free - min(SPARE_BYTES, free // 2):
-            message = f"{self.place / copy.name} says that it has {needed} bytes; {free} are free"
-            raise OSError(errno.ENOSPC, f"{message}, of which {SPARE_BYTES} stay free", str(into))
+        if figures := without_space(sum(file.bytes for file in chosen.values()), into):
+            message = f"{self.place / copy.name} says that it has {figures}"
+            raise OSError(errno.ENOSPC, message, str(into))
 
         def one(name: str) -> None:
             (self.place / copy.name / name).download(into / name, chosen[name])

@@ -14,7 +14,7 @@ import yaml
 
 from async_opd.core.nesting import MAX_DEPTH
 
-FLOAT_WITHOUT_DOT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+FLOAT_WITHOUT_DOT = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 MERGE = "tag:yaml.org,2002:merge"
 MAX_VALUES = 100_000
 """Bound of a document's values with every alias expanded: a few lines of nested aliases can expand

@@ -196,7 +196,8 @@ def _is_plain(kind: Any) -> bool:
     if types.is_struct(kind) or types.is_list(kind) or types.is_large_list(kind):
         inner = [kind.field(number).type for number in range(kind.num_fields)]
         return bool(inner) and all(map(_is_plain, inner))
-    return types.is_primitive(kind) or any(is_text(kind) for is_text in TEXTS[:-1])
+    fixed = types.is_primitive(kind) or types.is_decimal(kind)
+    return fixed or any(is_text(kind) for is_text in TEXTS[:-1])
 
 
 def size_of(array: Any) -> int:

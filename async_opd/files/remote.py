@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.written_file import WrittenFile
-from async_opd.files.foreign import Place, foreign
+from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.safe_open import make_folder, regular_file
 
 CHUNK = 8 << 20
@@ -44,17 +44,21 @@ def only_os_errors(url: str) -> Iterator[None]:
 
 
 class RemoteFile:
-    """A file or folder at a URL, with those methods of ``Path`` that readers of files need."""
+    """A file or folder at a URL, with those methods of ``Path`` that readers of files need.
 
-    def __init__(self, url: str) -> None:
-        """Connects to nothing."""
-        self.url = url.rstrip("/")
+    In a folder of this machine (``file://``) only regular files are opened, which never waits. The
+    URL that was given may lead through links; no file below it is read or replaced through one.
+    """
+
+    def __init__(self, url: str, below: tuple[str, ...] = ()) -> None:
+        """Connects to nothing. ``below`` are the parts of the URL below the one that was given."""
+        self.url, self._below = url.rstrip("/"), below
 
     def __str__(self) -> str:
         return self.url
 
     def __truediv__(self, name: str) -> RemoteFile:
-        return RemoteFile(f"{self.url}/{name}")
+        return RemoteFile(f"{self.url}/{name}", (*self._below, name))
 
     @property
     def suffix(self) -> str:
@@ -67,10 +71,18 @@ class RemoteFile:
         with only_os_errors(self.url):
             import fsspec
 
-            # the local file system alone makes no folders by itself; stores have none
-            made = {"auto_mkdir": True} if self.url.startswith("file:") else {}
-            found: tuple[Any, str] = fsspec.core.url_to_fs(self.url, **made)
+            found: tuple[Any, str] = fsspec.core.url_to_fs(self.url)
             return found
+
+    @cached_property
+    def _local(self) -> ForeignPath | None:
+        """The place in a folder of this machine; None for a store. OSError."""
+        files, path = self._place
+        if "file" not in files.protocol:
+            return None
+        within = "/".join(self._below)
+        given = ForeignPath(Path(os.path.realpath(path.removesuffix(f"/{within}"))))
+        return given / within if within else given
 
     def connect(self) -> None:
         """OSError if no package for this kind of URL is installed. Most stores are not asked."""
@@ -94,8 +106,14 @@ class RemoteFile:
         files, path = self._place
         named = {} if encoding is None else {"encoding": encoding}
         with only_os_errors(self.url):
-            opened: IO[Any] = files.open(path, mode, **named)
-            return opened
+            if (local := self._local) is None:
+                opened: IO[Any] = files.open(path, mode, **named)
+                return opened
+            if "r" in mode:
+                return local.open(mode, encoding)
+            written = Path(str(local))
+            make_folder(written.parent)
+            return open(written, mode, encoding=encoding, opener=regular_file)
 
     def names(self) -> list[str]:
         """Names of the files and folders in a folder; none if it does not exist. OSError."""

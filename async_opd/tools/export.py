@@ -10,8 +10,9 @@ import argparse
 import json
 import os
 import re
-import shutil
+import warnings
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,6 +21,8 @@ from async_opd.config.overrides import add_trust
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.printable import on_one_line
+from async_opd.files.foreign import ForeignPath
+from async_opd.models.own_files import TEMPLATES
 
 if TYPE_CHECKING:
     from async_opd.files.foreign import Place
@@ -36,6 +39,15 @@ directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private un
   async_opd export s3://bucket/runs/a/step_100 out
 """
 CARD, ADAPTER = "README.md", "adapter"
+PARTS = (
+    *("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.spm"),
+    *("*.vocab", "*.py", "*.md", "LICENSE*", "NOTICE*"),
+)
+"""Names of files that a model consists of."""
+FOLDERS = ("", ADAPTER, TEMPLATES)
+"""Folders of a model with such files."""
+CHUNK = 8 << 20
+SHOWN = 10
 _MARKS = re.compile(r"([\\`*_~\[\]<>|#@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 """What markdown takes for more than text."""
 
@@ -140,7 +152,11 @@ def _of_checkpoint(run: GivenRun, checkpoint: Path, target: Path, dtype: str | N
 
 
 def _of_run(run: GivenRun, target: Path, dtype: str | None) -> None:
-    """Copies ``model/``, whose dtype it has. ConfigError for another one, or without a model."""
+    """Copies ``model/``, whose dtype it has: files that may be parts of a model, others not.
+
+    ConfigError for another dtype, without a model, or if the disk has no space for it.
+    """
+    from async_opd.files.disk_space import without_space
     from async_opd.files.safe_open import make_folder, regular_file
 
     model = run.run_dir / "model"
@@ -154,14 +170,40 @@ def _of_run(run: GivenRun, target: Path, dtype: str | None) -> None:
             message = f"{model} is {found}"
             remedy = "name a checkpoint (checkpoints/step_N), which has the float32 masters"
             raise _refused("--dtype", message, remedy)
-        for file in model.walk():
+        sizes, others = _sizes(model)
+        if figures := without_space(sum(sizes.values()), target):
+            remedy = "make space there, or name a directory on another disk"
+            raise _refused("OUT", f"{model} has {figures}", remedy)
+        for file, size in sizes.items():
             copy = target.joinpath(*file.parts[1:])
             make_folder(copy.parent)
             with file.open("rb") as read, open(copy, "xb", opener=regular_file) as written:
-                shutil.copyfileobj(read, written)
+                written.writelines(read.read(min(left, CHUNK)) for left in range(size, 0, -CHUNK))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         cause, remedy = f"its model/ cannot be copied: {error}", "restore it as the run wrote it"
         raise _refused("RUN_DIR", cause, remedy) from error
+    if others:
+        shown = ", ".join(map(repr, others[:SHOWN])) + " …" * (len(others) > SHOWN)
+        warnings.warn(
+            f"not copied, since no part of a model has such a name: {shown}", stacklevel=2
+        )
+
+
+def _sizes(model: ForeignPath) -> tuple[dict[ForeignPath, int], list[str]]:
+    """Bytes of the files that may be parts of a model, and the names of all others.
+
+    OSError if one of them all is a link, a pipe or a device.
+    """
+    sizes, others = dict[ForeignPath, int](), list[str]()
+    for file in model.walk():
+        folder = "/".join(file.parts[1:-1])
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+        if folder in FOLDERS and any(fnmatchcase(file.name, pattern) for pattern in PARTS):
+            sizes[file] = size
+        else:
+            others.append("/".join(file.parts[1:]))
+    return sizes, others
 
 
 def _card(run: GivenRun, adapter: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from async_opd.cli import main
+from async_opd.cli import BUG, main
 
 ROOT = Path(__file__).parents[2]
 STUDENT = ROOT / "examples" / "quickstart" / "models" / "student"
@@ -32,13 +32,14 @@ class Said:
 
 
 def command(*arguments: str) -> Said:
-    """Runs ``async_opd ARGUMENTS``. Whatever it raises is what the user would get as traceback."""
+    """Runs ``async_opd ARGUMENTS``. AssertionError if it ends with a bug of its own."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), bounded():
         try:
             code = main(arguments)
         except SystemExit as error:  # argparse
             code = int(str(error.code))
+    assert BUG not in err.getvalue(), err.getvalue()
     return Said(code, out.getvalue(), err.getvalue())
 
 

@@ -1,4 +1,4 @@
-"""What takes too long ends its own test, and no other."""
+"""What takes too long ends its own test, and no other; a bug of the command fails it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from tests.fuzz.command import TooLong, bounded
+from async_opd import cli
+from tests.fuzz.command import TooLong, bounded, command
 
 
 @pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGALRM])
@@ -29,3 +30,12 @@ def test_a_wait_is_bounded_by_more_time_than_work() -> None:
         work, wait = (signal.getitimer(one)[0] for one in (signal.ITIMER_PROF, signal.ITIMER_REAL))
     assert 0 < work < 21 < 190 < wait
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_a_bug_of_the_command_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise LookupError("nowhere")
+
+    monkeypatch.setattr(cli, "_load", load)
+    with pytest.raises(AssertionError, match="LookupError: nowhere"):
+        command("check", "config.yaml")

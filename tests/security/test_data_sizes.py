@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
+from async_opd.data import arrow_sizes
 from async_opd.data.arrow_sizes import (
     ABOUT,
     COLUMNS,
     DECOMPRESSED,
+    is_small,
     refuse_large_group,
     row_groups,
     size_of,
@@ -219,6 +221,21 @@ SIZES = [
 @pytest.mark.parametrize(("array", "size"), SIZES, ids=[str(array.type) for array, _ in SIZES])
 def test_the_size_of_values_counts_letters_bytes_and_values(array: Any, size: int) -> None:
     assert size_of(array) == size
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pyarrow.decimal128(9, 2), pyarrow.decimal256(50, 0), pyarrow.float64(), pyarrow.string()],
+    ids=str,
+)
+def test_the_size_of_few_values_with_a_place_each_is_bounded_without_counting_them(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = pyarrow.array(["1", None, "3", "4"]).cast(kind)
+    array = pyarrow.StructArray.from_arrays([texts], ["a"]).slice(1, 2)
+    assert size_of(array) <= 8 * array.nbytes
+    monkeypatch.setattr(arrow_sizes, "size_of", lambda _: pytest.fail("its values are counted"))
+    assert is_small(array, 8 * array.nbytes)
 
 
 def test_types_of_unknown_size_are_not_read() -> None:

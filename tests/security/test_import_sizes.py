@@ -1,16 +1,22 @@
-"""A stranger's script or config: ``import`` bounds the memory that its few lines may become."""
+"""A stranger's script or config: ``import`` bounds the memory and the time that it may take."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_opd.core.errors import ConfigError
+from async_opd.tools.importing.budget import FILE_BYTES
 from async_opd.tools.importing.command import imported
+from async_opd.tools.importing.shell import split
+from tests.fuzz.command import command
 
 LONG = "a" * 60_000
-MANY = range(100)
+MANY, MANY_NAMES = range(100), range(20_000)
 ALIASES = ", ".join(["*a"] * 60)
 PARTS = {
     "values.sh": [f"A={LONG}", *(f"X{n}=$A" for n in MANY)],
@@ -40,3 +46,49 @@ def test_a_file_of_more_than_a_mebibyte_is_refused(tmp_path: Path, name: str) ->
     (tmp_path / name).write_text("#" * ((1 << 20) + 1))
     with pytest.raises(ConfigError, match="has more than 1048576 bytes"):
         imported(tmp_path / name, "trl")
+
+
+LARGE = {
+    "sums.sh": "run x=" + "$((1))" * 170_000,
+    "word.sh": "run " + "a" * 1_040_000,
+    "array.sh": "A+=(b)\n" * 149_000,
+    "number.yaml": "k: " + "1" * 100_000,
+    "number.sh": "run --teacher_model_name_or_path " + "1" * 100_000,
+    "dots.yaml": "k: ${" + "." * 1_000_000,
+    "relative.yaml": "? " + "a." * 250_000 + "a\n: " + "${.x}" * 90_000,
+    "tables.toml": "".join(f'[[orchestrator.env]]\nid="e{n}"\n' for n in range(12_000)),
+    "names.py": "a0=1\n"
+    + "".join(f"a{n + 1}=a{n}\n" for n in MANY_NAMES)
+    + f"GKDConfig({', '.join(f'x{n}=a{len(MANY_NAMES)}' for n in MANY_NAMES)})",
+}
+"""Files of an allowed size of which a part is looked at once for every other part of its kind."""
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_file_of_an_allowed_size_takes_quadratic_time(tmp_path: Path, name: str) -> None:
+    """Each would take minutes, which ``command`` does not wait for."""
+    (tmp_path / name).write_text(LARGE[name])
+    assert (tmp_path / name).stat().st_size <= FILE_BYTES
+    assert command("import", str(tmp_path / name)).code in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "line", ["{}=1", "[{}]", 'x."{}"=1', "y = {{{} = 1}}"], ids=["key", "table", "quoted", "inline"]
+)
+def test_a_key_of_toml_has_few_parts(tmp_path: Path, line: str) -> None:
+    """tomllib takes memory by the square of their number: a tebibyte for a file of this size."""
+    many = ('"."' if '"' in line else " . ").join("a" * 70)
+    (tmp_path / "rl.toml").write_text(line.format(many))
+    with pytest.raises(ConfigError, match="a key has more than 64 parts"):
+        imported(tmp_path / "rl.toml")
+
+
+@given(st.text(st.sampled_from("ab \t\n'\"\\é")))
+def test_words_are_those_of_a_shell(text: str) -> None:
+    try:
+        expected = shlex.split(text)
+    except ValueError:
+        with pytest.raises(ValueError, match="no part of a word"):
+            split(text)
+    else:
+        assert split(text) == expected

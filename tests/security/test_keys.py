@@ -324,3 +324,10 @@ def test_a_password_may_be_called_pass(name: str) -> None:
 def test_no_text_of_a_config_takes_quadratic_time(piece: str) -> None:
     """A mebi of characters would take minutes."""
     assert not looks_secret(piece * ((1 << 20) // len(piece)))
+
+
+@pytest.mark.parametrize("piece", ["1", "1_", ".1", "-", "["])
+def test_no_value_of_a_config_takes_quadratic_time(tmp_path: Path, piece: str) -> None:
+    """It would take a minute, which ``command`` does not wait for."""
+    (tmp_path / "config.yaml").write_text(f"name: {piece * (100_000 // len(piece))}")
+    assert command("check", str(tmp_path / "config.yaml")).code == 2

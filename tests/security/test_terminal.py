@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd import cli
+from async_opd import __version__, cli
 from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import escaped, indented, on_one_line
@@ -29,6 +29,7 @@ from async_opd.observability.sinks import Sink
 from async_opd.observability.terminal import terminal_on
 from async_opd.processes.output import nonblocking
 from tests.observability.test_run_log import config
+from tests.security.test_keys import SHAPES
 
 TITLE = "\x1b]0;owned\x07"
 CLEAR = "\x1b[2J"
@@ -139,6 +140,41 @@ def test_the_command_line_escapes_what_an_error_quotes(
     told = capsys.readouterr().err
     assert commands(told) == []
     assert all(line.startswith("  ") for line in told.splitlines()[1:])
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command fails with an error that is not expected, which quotes a stranger's text."""
+
+    def load(*_: Any) -> None:
+        raise RuntimeError(f"{SHAPES['Groq']}\n{HOSTILE}") from ValueError(HOSTILE)
+
+    monkeypatch.setattr(cli, "_load", load)
+
+
+def test_a_traceback_of_the_command_line_is_whole_and_commands_nothing(
+    failing: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "config.yaml"]) == cli.FAILED
+    shown = capsys.readouterr().err
+    assert commands(shown) == []
+    assert "ValueError" in shown.partition("the direct cause of")[0]
+    assert "in load" in shown.rpartition("Traceback")[2]
+
+
+def test_a_traceback_of_the_command_line_shows_no_key(
+    failing: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["run", "config.yaml"])
+    assert SHAPES["Groq"] not in capsys.readouterr().err
+
+
+def test_an_error_that_is_not_expected_ends_with_how_to_report_it(
+    failing: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["run", "config.yaml"])
+    words = f"failed: RuntimeError, which is a bug of async_opd {__version__}\n    → report it with"
+    assert words in capsys.readouterr().err
 
 
 GRADER = """

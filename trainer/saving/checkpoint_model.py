@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from async_opd.core.errors import CheckpointError
+from async_opd.files.disk_space import without_space
+from async_opd.models.model_size import ModelSize
 from trainer.saving.export import export_dtype, save_model
 from trainer.saving.shards import Shards
 from trainer.saving.state import load_model, refuse_other_frozen
@@ -26,14 +29,18 @@ def export_checkpoint(config: RunConfig, checkpoint: Path, directory: Path) -> N
     """Writes what the run of this config had as its student at the checkpoint, adapters merged.
 
     It takes host memory for the student's weights. CheckpointError for a checkpoint of another
-    model, or of adapters over other weights.
+    model, or of adapters over other weights, and if the disk has no space for the model.
     """
+    source = config.student.model
+    dtype = export_dtype(config.train.export_dtype, source)
+    floats = ModelSize.of_weights(source).floats
+    if figures := without_space(floats * dtype.itemsize, directory):
+        remedy = "make space there, or name a directory on another disk"
+        raise CheckpointError("export", f"the model would have {figures}", remedy)
     student, device = empty_student(config, torch.device("cpu")), torch.device("cpu")
     fill_student(student, config, device, None)
     model, shards = student.model, Shards(checkpoint)
     load_model(model, shards)
     refuse_other_frozen(model, shards.stamp)
-    source = config.student.model
-    dtype = export_dtype(config.train.export_dtype, source)
     weights = chain(named_weights(model, dtype, copied=False), adapter_parameters(model))
     save_model(model, source, str(directory), weights, dtype)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from async_opd.core.printable import on_one_line
 from async_opd.files.durable import flush
 from async_opd.files.safe_open import FOLDER_MODE, regular_file, remove_tree
 from async_opd.models.own_files import foreign, own_file, texts
@@ -32,6 +33,8 @@ ADAPTER_FOLDER = "adapter"
 NOT_COPIED = ("config.json", "*.index.json")
 """Files that are written here. All other files but weights are copied: tokenizer, generation
 config, model code."""
+TEXT_BYTES = 1 << 30
+"""Most that these have together: larger ones are left out. Tokenizers have some 50 MB."""
 
 
 FILE_BYTES = 4 << 30
@@ -198,16 +201,23 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
 def _copy_rest(source: Path, part: Path) -> None:
     """Copies the source's files but weights and config; of its folders only the templates.
 
-    A link to a file outside of the source is not copied, with a warning.
+    A link to a file outside of the source is not copied, with a warning, nor is a file that is too
+    large, which would fill the disk in the place of the trained model.
     """
-    for file in texts(source):
-        real = own_file(file, source)
-        if real is not None and not any(file.match(pattern) for pattern in NOT_COPIED):
-            target = part / file.relative_to(source)
-            target.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
-            with real.open("rb") as read, target.open("wb") as written:
-                shutil.copyfileobj(read, written)
+    files = ((own_file(file, source), file.relative_to(source)) for file in texts(source))
+    own = [(real, name) for real, name in files if real and not any(map(name.match, NOT_COPIED))]
+    sizes = {name: real.stat().st_size for real, name in own}
+    shown, left = on_one_line(str(source)), TEXT_BYTES
+    for real, name in sorted(own, key=lambda one: sizes[one[1]]):
+        left -= sizes[name]
+        if left < 0:
+            words = f"with its smaller files it has more than {TEXT_BYTES} bytes"
+            warnings.warn(f"not copied from {shown}: {str(name)!r}, {words}", stacklevel=2)
+            continue
+        (part / name).parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        with real.open("rb") as read, (part / name).open("wb") as written:
+            shutil.copyfileobj(read, written)
     left_out = foreign(source)
     if left_out:
         names = ", ".join(repr(str(file.relative_to(source))) for file in left_out)
-        warnings.warn(f"not copied from {source}, links out of it: {names}", stacklevel=2)
+        warnings.warn(f"not copied from {shown}, links out of it: {names}", stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ from async_opd.tools.importing.tables import prime_rl as prime_rl_keys
 from async_opd.tools.importing.tables import trl as trl_keys
 from async_opd.tools.importing.tables import verl as verl_keys
 from async_opd.tools.importing.yaml_tree import read_yaml
+
+MAX_PARTS = 64
+LONG_KEY = re.compile(rf"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){{{MAX_PARTS}}}""")
+"""A dotted key for which tomllib would take time and memory by the square of its parts."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def _parse(path: Path) -> Parsed:
         )
     text = foreign(path).read(FILE_BYTES).decode()
     if path.suffix == ".toml":
+        if long := LONG_KEY.search(text):
+            raise ValueError(f"a key has more than {MAX_PARTS} parts: {long[0][:80]!r}")
         return Parsed(flat(tomllib.loads(text), budget))
     if path.suffix == ".py":
         return Parsed(read_python(text, budget))

@@ -49,14 +49,13 @@ def flags(words: list[str], budget: Budget) -> dict[str, Any]:
             found[name] = True if flag[2] is None else value_of(flag[2])
         elif name:
             value, before = value_of(word), found[name]
-            found[name] = value if before is True else [*_listed(before), value]
+            if isinstance(before, list):
+                before.append(value)
+            else:
+                found[name] = value if before is True else [before, value]
     for name, value in found.items():
         budget.take(len(name) + len(str(value)), name)
     return found
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def value_of(text: str) -> Any:

@@ -189,7 +189,7 @@ def _environments(draft: Draft, *prefixes: str) -> list[str]:
                 f"{place}.name", f"{place}.id", f"{place}.taskset.id", f"{place}.env.taskset.id"
             )
             names += [] if found is None else [str(found)]
-            for key in draft.theirs:
-                if key.startswith(f"{place}."):
-                    draft.take(key)
+        for key in draft.theirs:
+            if key.startswith(f"{prefix}.") and "." in key[len(prefix) + 1 :]:
+                draft.take(key)
     return list(dict.fromkeys(names))

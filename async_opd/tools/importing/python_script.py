@@ -61,6 +61,7 @@ class _Names:
         seen = set[str]()
         while isinstance(node, ast.Name) and node.id in self.values and node.id not in seen:
             seen.add(node.id)
+            self.budget.take(len(node.id), node.id)
             node = self.values[node.id]
         if seen:
             text = ast.unparse(node)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import operator
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +17,12 @@ from async_opd.tools.importing.budget import Budget
 ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})")
 ARRAY = re.compile(r"^\$\{(\w+)\[@\]\}$")
+PIECE = re.compile(
+    r"""(?P<space>[ \t\r\n]+)|(?P<plain>[^ \t\r\n"'\\]+)|\\(?P<escaped>.)"""
+    r"""|'(?P<single>[^']*)'|"(?P<double>[^"\\]*(?:\\.[^"\\]*)*)\"""",
+    re.DOTALL,
+)
+"""A part of a word, or what is between two words."""
 MAX_SUM = 10_000
 """Characters of a ``$((…))`` that are read."""
 OPENS = ("if", "for", "while", "until", "case")
@@ -77,7 +82,7 @@ class _Variables:
     def words(self, text: str) -> list[str]:
         """The words of a line; none if a quote is not closed."""
         try:
-            raw = shlex.split(_with_sums(text, self))
+            raw = split(_with_sums(text, self))
         except ValueError:
             return []
         words: list[str] = []
@@ -103,11 +108,32 @@ class _Variables:
         return VARIABLE.sub(value, text)
 
 
+def split(text: str) -> list[str]:
+    """The words of a text, as ``shlex.split``, which takes quadratic time for a long word, does.
+
+    ValueError if a quote is not closed, or nothing follows a backslash.
+    """
+    words, parts, at = list[str](), list[str](), 0
+    while at < len(text):
+        if (found := PIECE.match(text, at)) is None:
+            raise ValueError(f"no part of a word begins with {text[at : at + 20]!r}")
+        at, kind, part = found.end(), found.lastgroup, found[found.lastgroup or 0]
+        if kind != "space":
+            parts.append(re.sub(r'\\(["\\])', r"\1", part) if kind == "double" else part)
+        if parts and (kind == "space" or at == len(text)):
+            words.append("".join(parts))
+            parts = []
+    return words
+
+
 def _read_line(line: str, script: Script, variables: _Variables) -> None:
     found = ASSIGNMENT.match(line)
     if found and found[3].startswith("("):
-        before = variables.arrays.get(found[1], []) if found[2] else []
-        variables.arrays[found[1]] = [*before, *variables.words(found[3].strip()[1:-1])]
+        more = variables.words(found[3].strip()[1:-1])
+        if found[2]:
+            variables.arrays.setdefault(found[1], []).extend(more)
+        else:
+            variables.arrays[found[1]] = more
         return
     words = variables.words(line)
     if found and len(words) == 1 + line.startswith(("export ", "local ", "readonly ")):
@@ -118,7 +144,9 @@ def _read_line(line: str, script: Script, variables: _Variables) -> None:
 
 def _with_sums(text: str, variables: _Variables) -> str:
     """The text with each ``$((…))`` replaced by its value, if all of its names are numbers."""
-    while (start := text.find("$((")) >= 0:
+    parts, end = list[str](), 0
+    while (start := text.find("$((", end)) >= 0:
+        parts.append(text[end:start])
         depth, end = 0, start + 1
         while end < len(text):
             depth += {"(": 1, ")": -1}.get(text[end], 0)
@@ -128,11 +156,10 @@ def _with_sums(text: str, variables: _Variables) -> str:
         inner = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", text[start + 3 : end - 2])
         inner = variables.expanded(inner).strip()[:MAX_SUM]
         try:
-            result = str(_sum(ast.parse(inner, mode="eval").body))
+            parts.append(str(_sum(ast.parse(inner, mode="eval").body)))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            result = "''"
-        text = text[:start] + result + text[end:]
-    return text
+            parts.append("''")
+    return "".join([*parts, text[end:]])
 
 
 def _sum(node: ast.AST) -> int:

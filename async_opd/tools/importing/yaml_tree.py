@@ -16,7 +16,7 @@ from async_opd.files.foreign import foreign
 from async_opd.tools.importing.budget import FILE_BYTES, Budget
 from async_opd.tools.importing.draft import flat
 
-REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
+REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
 PRODUCT = re.compile(r"\$\{mul:\s*([\d.]+)\s*,\s*([\d.]+)\s*\}")
 MAX_PARENTS = 8
 
@@ -82,7 +82,7 @@ class _References:
         def target(found: re.Match[str]) -> Any:
             name = _target(key, found[1], found[2])
             value = self.resolved(name, above) if name in self.leaves else found[0]
-            self.budget.take(len(str(value)), key)
+            self.budget.take(len(name) + len(str(value)), key)
             return value
 
         if whole := REFERENCE.fullmatch(value):
