@@ -21,7 +21,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.data.hub import fetched_data
 from async_opd.data.mixture import with_steps
 from async_opd.data.template_date import with_template_date
-from async_opd.models import torchvision_operators
+from async_opd.models import torchvision_operators, unasked
 from async_opd.models.hub import localize, naming_faults
 from async_opd.observability.callbacks import Callback, CallbackSink
 from async_opd.observability.sinks import Summary
@@ -50,6 +50,7 @@ def distil(
     from async_opd.run import run
 
     torchvision_operators.install()
+    unasked.never_ask()
     where = "the config" if isinstance(config, Mapping) else str(config)
     loaded = load_config(config, overrides)
     if resume and loaded.run_dir is None:
@@ -92,7 +93,7 @@ def checked(config: RunConfig, where: str, load: bool) -> tuple[RunConfig, Input
     inputs = preflight(config, where, load=load)
     problems = naming_faults(config, where) + inputs.problems
     problems += user_loss_problems(config, where) if load else []
-    shown = shown_to_servers(config, inputs) if load else {}
+    shown = shown_to_servers(config, inputs) if load and not problems else {}
     problems = problems or check_endpoints(config, where, shown, keys=load)
     if problems:
         raise ConfigError(problems)
