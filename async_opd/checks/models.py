@@ -153,7 +153,7 @@ class ModelChecks:
         if section not in trusted:
             needed = [one for one in files.code if not one.unused]
             if needed and key in self._engine_keys():
-                message = f"{files.path}/{needed[0].place[:200]} names code of the model, "
+                message = f"{files.path}/{needed[0].place} names code of the model, "
                 message += f"{needed[0].name[:80]!r}, which is not trusted"
                 remedy = f"remove it from the file, or read the code, then set {section}."
                 self.found.add(key, message, f"{remedy}trust_remote_code: true")
@@ -162,7 +162,7 @@ class ModelChecks:
         if classes:
             self.found.add(
                 f"{section}.trust_remote_code",
-                f"{files.path}/{classes[0].place[:200]} takes {classes[0].name[:80]!r}: code of "
+                f"{files.path}/{classes[0].place} takes {classes[0].name[:80]!r}: code of "
                 "another repository, of no revision",
                 "copy the code beside the model and name it there without the repository",
             )

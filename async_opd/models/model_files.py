@@ -41,13 +41,13 @@ replace there. transformers writes ``per_layer_config`` instead."""
 BACKBONE = "backbone"
 """Key of a model of a hub or of timm, at any depth of a config.json: transformers would ask there
 for its configuration. The settings of a backbone, in ``backbone_config``, are the model's own."""
+LONGEST_KEY = 60
+"""Characters of a key in a message."""
 WITH_CODE = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
 """Files whose ``auto_map``, at any depth, names classes of a model's own code."""
-OF_WHOLE_MODELS = ("config.json: auto_map.AutoConfig", "config.json: auto_map.AutoModel")
-"""Places in which many models that transformers has itself name their first authors' code."""
 ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
 """With peft installed, transformers loads the model that an adapter's configuration names."""
 
@@ -62,19 +62,27 @@ class ModelError(Exception):
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A class of a model's own code, and the place that names it: a file and a key in it."""
+    """A class of a model's own code, and the file and keys that name it."""
 
-    place: str
+    file: str
+    keys: tuple[str, ...]
     name: str
+
+    @property
+    def place(self) -> str:
+        """The file and the keys, such as ``config.json: vision_config.auto_map.AutoModel``."""
+        return f"{self.file}: {'.'.join(self.keys)}"
 
     @property
     def unused(self) -> bool:
         """Whether transformers takes a class of its own instead, or none, if code is not trusted.
 
         So do the calls that load a whole model: they say that code may not run. Those that load a
-        part of it, its tokenizer or its processor may not say it.
+        part of it, its tokenizer or its processor may not say it. Many models that transformers has
+        itself name the code of their first authors there.
         """
-        return self.place.startswith(OF_WHOLE_MODELS)
+        whole = len(self.keys) == 2 and self.keys[1].startswith(("AutoConfig", "AutoModel"))
+        return whole and self.file == "config.json"
 
 
 @dataclass(frozen=True)
@@ -171,8 +179,8 @@ class ModelFiles:
     def redirects(self) -> list[str]:
         """Keys, each after its file, that make an engine load another model in its place."""
         found = [f"config.json: {key}" for key in REDIRECTS if self.config.get(key) is not None]
-        named = (place for place, one in _places(self.config, BACKBONE) if isinstance(one, str))
-        found += [f"config.json: {place[:200]}" for place in islice(named, 3)]
+        named = (keys for keys, one in _named(self.config, BACKBONE) if isinstance(one, str))
+        found += [f"config.json: {'.'.join(keys)}" for keys in islice(named, 3)]
         return found if self.base is None else [*found, f"{ADAPTER}: {BASE}"]
 
     def same_tokenizer(self, other: ModelFiles) -> bool:
@@ -199,24 +207,27 @@ def sees(model: str) -> bool:
 def _own_code(path: Path) -> Iterator[OwnCode]:
     """Every class that an ``auto_map`` of a model's files names. Raises what ``read_json`` does."""
     for file in WITH_CODE:
-        for place, found in _places(read_json(path / file), "auto_map"):
+        for keys, found in _named(read_json(path / file), "auto_map"):
             named = found if isinstance(found, Mapping) else {"": found}
             for kind, classes in named.items():
-                where = f"{file}: {place}.{kind}".removesuffix(".")
+                of_kind = (*keys, kind[:LONGEST_KEY]) if kind else keys
                 for one in classes if isinstance(classes, list) else [classes]:
                     if one is not None:
-                        yield OwnCode(where, str(one))
+                        yield OwnCode(file, of_kind, str(one))
 
 
-def _places(tree: object, key: str, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Where a key has a value other than null, at any depth, such as ``vision_config.backbone``."""
+def _named(
+    tree: object, key: str, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Where a key has a value other than null, at any depth, such as (vision_config, backbone)."""
     entries: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, Mapping) else ()
     entries = enumerate(tree) if isinstance(tree, list) else entries
     for name, value in entries:
-        place = f"{above}.{name}" if above else str(name)
+        keys = (*above, str(name)[:LONGEST_KEY])
         if name == key and value is not None:
-            yield place, value
-        yield from _places(value, key, place)
+            yield keys, value
+        if isinstance(value, Mapping | list):
+            yield from _named(value, key, keys)
 
 
 def _text(value: object) -> str | None:

@@ -119,10 +119,11 @@ def test_code_of_another_repository_is_refused_where_code_runs(
 
 THEIRS = {"AutoModel": "modeling.M", "AutoTokenizer": ["slow.T", "fast.T"]}
 NAMING_CODE: list[tuple[str, dict[str, Any], str]] = [
-    ("config", {"vision_config": {"auto_map": THEIRS}}, "vision_config.auto_map.AutoModel"),
+    ("config", {"text_config": {"auto_map": THEIRS}}, "text_config.auto_map.AutoModel"),
     ("config", {"a": [{"b": {"auto_map": THEIRS}}]}, "a.0.b.auto_map.AutoModel"),
     ("config", {"auto_map": {"AutoProcessor": "p.P"}}, "auto_map.AutoProcessor"),
     ("config", {"auto_map": "modeling.M"}, "auto_map"),
+    ("config", {"auto_map.AutoModel": {"auto_map": THEIRS}}, "auto_map.AutoModel.auto_map"),
     ("generation_config", {"auto_map": THEIRS}, "auto_map.AutoModel"),
     ("tokenizer_config", {"auto_map": THEIRS}, "auto_map.AutoModel"),
     ("processor_config", {"image_processor": {"auto_map": THEIRS}}, "image_processor.auto_map"),
