@@ -13,7 +13,7 @@ from typing import Any
 
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.models import torchvision_operators
+from async_opd.models import torchvision_operators, unasked
 from async_opd.observability.loggers.logged_run import is_evaluation
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.prepare import prepare
@@ -114,6 +114,7 @@ def distil(
     from async_opd.run import run
 
     torchvision_operators.install()
+    unasked.never_ask()
     where = "the config" if isinstance(config, Mapping) else str(config)
     loaded = load_config(config, overrides)
     if resume and loaded.run_dir is None:

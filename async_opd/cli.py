@@ -15,7 +15,7 @@ from async_opd.config.overrides import add_config, add_run_dir, load_given
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import indented
-from async_opd.models import torchvision_operators
+from async_opd.models import torchvision_operators, unasked
 from async_opd.processes.output import write_stderr
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -81,6 +81,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. An error that is not expected is shown, not raised."""
     torchvision_operators.install()
+    unasked.never_ask()
     words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions (async_opd completion)
         import argcomplete

@@ -51,7 +51,7 @@ def prepare(
     found = check_inputs(config, where, fetch=fetch, load=load, resume=resume)
     config, inputs = found.config, found.inputs
     problems = [*inputs.problems, *(_loss_problems(config, where) if load else [])]
-    shown = shown_to_servers(config, inputs) if load else {}
+    shown = shown_to_servers(config, inputs) if load and not problems else {}
     problems = problems or check_endpoints(config, where, shown, keys=load)
     if problems:
         raise ConfigError(problems)

@@ -19,7 +19,7 @@ import torch
 
 from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
-from async_opd.models.moments import Moments, block_of
+from async_opd.models.model_size import Moments, block_of
 from trainer.offload import HostMoments
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ class DataChecks:
     """Reads every source once. ``unreadable``: at least one source gave no rows.
 
     ``load``: user code is imported, and not only found. ``renders``: chat templates can be read, so
-    that prompts can be tokenized.
+    that prompts can be tokenized. ``sees``: the student's image processor may be loaded.
     """
 
     config: RunConfig
@@ -79,6 +79,7 @@ class DataChecks:
     load: bool = False
     unreadable: bool = False
     renders: bool = True
+    sees: bool = True
     parts: dict[str, _Part] = field(
         default_factory=lambda: {part: _Part() for part in ("train", "eval", "cold_start")}
     )
@@ -337,10 +338,10 @@ class DataChecks:
 
         ``spelled`` counts prompts that spell special tokens, as data does whose chat template is
         applied already. In place of an image are as many placeholders as it has tokens at most.
-        Rows with images are left out if the student sees none, which is a problem of its own.
+        Rows with images are left out if the student does not see, which is a problem of its own.
         """
         for row in rows:
-            if row.images and not sees(self.config.student.model):
+            if row.images and not (self.sees and sees(self.config.student.model)):
                 continue
             token = text.spelled(row.prompt)
             if token is not None:

@@ -73,7 +73,7 @@ class ModelChecks:
             if files is not None:
                 self.files[key] = files
                 self._vocabulary(key, files)
-                self._foreign_code(key, files)
+                self._own_code(key, files)
                 self._redirected(key, files)
         student = self.files.get("student.model")
         if student is None:
@@ -146,16 +146,24 @@ class ModelChecks:
             message = f"{files.path} has {', '.join(files.redirects)}: {effect}"
             self.found.add(key, message, "name the model itself, without these")
 
-    def _foreign_code(self, key: str, files: ModelFiles) -> None:
-        """Checks that trusted code lies in the pinned repository, not in another one."""
+    def _own_code(self, key: str, files: ModelFiles) -> None:
+        """Checks that code is trusted, and lies in the pinned repository, not in another one."""
         section = key.removesuffix(".model")
         trusted = {named.key for named in named_models(self.config) if named.trusted}
-        classes = sorted(name for name in files.code if "--" in name)
-        if section in trusted and classes:
+        if section not in trusted:
+            needed = [one for one in files.code if not one.unused]
+            if needed and key in self._engine_keys():
+                message = f"{files.path}/{needed[0].place} names code of the model, "
+                message += f"{needed[0].name[:80]!r}, which is not trusted"
+                remedy = f"remove it from the file, or read the code, then set {section}."
+                self.found.add(key, message, f"{remedy}trust_remote_code: true")
+            return
+        classes = sorted((one for one in files.code if "--" in one.name), key=lambda one: one.name)
+        if classes:
             self.found.add(
                 f"{section}.trust_remote_code",
-                f"{files.path}/config.json takes {classes[0][:80]!r}: code of another repository, "
-                "of no revision",
+                f"{files.path}/{classes[0].place} takes {classes[0].name[:80]!r}: code of "
+                "another repository, of no revision",
                 "copy the code beside the model and name it there without the repository",
             )
 

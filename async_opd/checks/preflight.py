@@ -51,6 +51,7 @@ from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
 from async_opd.files.remote import RemoteFile
 from async_opd.models.engine_args import Device
+from async_opd.models.families import refused as refused_family
 from async_opd.models.hub import with_cached, without_code
 from async_opd.models.model_files import ModelError, is_hub_id
 from async_opd.queue.sizes import payloads, refused, traffic
@@ -104,6 +105,10 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     data = DataChecks(config, found, load)
     check_adapters(config, None if "student.model" in partial else student, found)
     check_seeing_student(config, student, found)
+    # a processor is chosen by the student's files: none is loaded of files that are refused
+    data.sees = student is not None and not (
+        found.has("student.model") or refused_family(student.config, device, trained=True)
+    )
     _user_code(config, found, load)
     _mirror(config, found)
     check_routing(config, device, student, found)

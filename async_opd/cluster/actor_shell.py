@@ -49,7 +49,7 @@ from async_opd.core.errors import (
 )
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import PRIVATE_UMASK
-from async_opd.models import torchvision_operators
+from async_opd.models import torchvision_operators, unasked
 from async_opd.processes.heap import give_back_large_blocks
 from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
@@ -109,6 +109,7 @@ class ActorShell:
         private_compile_cache()
         give_back_large_blocks()
         torchvision_operators.install()
+        unasked.never_ask()
         name = os.environ.get(ACTOR, "")
         print(f"async_opd: this is the log of {name}", file=sys.stderr, flush=True)
         self._object: Any = None

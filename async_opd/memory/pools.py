@@ -30,8 +30,7 @@ from async_opd.memory.step import Step, Terms, peak, states
 from async_opd.models.adapted import trained_entries
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.model_files import sees
-from async_opd.models.model_size import ModelSize, power_of_two
-from async_opd.models.moments import moment_bytes
+from async_opd.models.model_size import ModelSize, moment_bytes, power_of_two
 
 EVAL = "eval"
 """The pool of engines that only evaluate: the student's, as in ``rollout``."""

@@ -30,10 +30,10 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of which a model that sees has at least one: the settings of its image processor."""
 
 
-def refused(config: Mapping[str, Any], device: Device, trained: bool) -> str:
+def refused(config: Mapping[str, Any], device: Device | None, trained: bool) -> str:
     """Why images are not computed by the model of a config.json; empty if they are.
 
-    ``trained``: the model is the student.
+    ``trained``: the model is the student. ``device`` None: nowhere.
     """
     kind = str(config.get("model_type"))
     tower = config.get("vision_config") or {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ QUANTIZED = ("quantization_config", "compression_config")
 GLOBAL = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 """Keys of Gemma 4's published configs for its layers without a window, and the keys that they
 replace there. transformers writes ``per_layer_config`` instead."""
+BACKBONE = "backbone"
+"""Key of a model of a hub or of timm, at any depth of a config.json: transformers would ask there
+for its configuration. The settings of a backbone, in ``backbone_config``, are the model's own."""
+LONGEST_KEY = 60
+"""Characters of a key in a message."""
+WITH_CODE = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json"),
+    *("preprocessor_config.json", "video_preprocessor_config.json"),
+)
+"""Files whose ``auto_map``, at any depth, names classes of a model's own code."""
 ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
 """With peft installed, transformers loads the model that an adapter's configuration names."""
 
@@ -50,6 +61,31 @@ class ModelError(Exception):
 
 
 @dataclass(frozen=True)
+class OwnCode:
+    """A class of a model's own code, and the file and keys that name it."""
+
+    file: str
+    keys: tuple[str, ...]
+    name: str
+
+    @property
+    def place(self) -> str:
+        """The file and the keys, such as ``config.json: vision_config.auto_map.AutoModel``."""
+        return f"{self.file}: {'.'.join(self.keys)}"
+
+    @property
+    def unused(self) -> bool:
+        """Whether transformers takes a class of its own instead, or none, if code is not trusted.
+
+        So do the calls that load a whole model: they say that code may not run. Those that load a
+        part of it, its tokenizer or its processor may not say it. Many models that transformers has
+        itself name the code of their first authors there.
+        """
+        whole = len(self.keys) == 2 and self.keys[1].startswith(("AutoConfig", "AutoModel"))
+        return whole and self.file == "config.json"
+
+
+@dataclass(frozen=True)
 class ModelFiles:
     """A model directory whose JSON files and tokenizer could be read."""
 
@@ -60,6 +96,7 @@ class ModelFiles:
     eos: tuple[int, ...]
     base: str | None = None
     """The model that the directory's adapter configuration names."""
+    code: tuple[OwnCode, ...] = ()
 
     @classmethod
     def read(cls, model: str, weights: bool = True) -> ModelFiles | None:
@@ -90,6 +127,7 @@ class ModelFiles:
                 tokens=Text(path).size,
                 eos=eos_ids(path),
                 base=_text(read_json(path / ADAPTER).get(BASE)),
+                code=tuple(_own_code(path)),
             )
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(
@@ -141,13 +179,9 @@ class ModelFiles:
     def redirects(self) -> list[str]:
         """Keys, each after its file, that make an engine load another model in its place."""
         found = [f"config.json: {key}" for key in REDIRECTS if self.config.get(key) is not None]
+        named = (keys for keys, one in _named(self.config, BACKBONE) if isinstance(one, str))
+        found += [f"config.json: {'.'.join(keys)}" for keys in islice(named, 3)]
         return found if self.base is None else [*found, f"{ADAPTER}: {BASE}"]
-
-    @property
-    def code(self) -> list[str]:
-        """Classes of the model's own code, as ``auto_map`` names them."""
-        named = self.config.get("auto_map")
-        return [str(one) for one in named.values()] if isinstance(named, dict) else []
 
     def same_tokenizer(self, other: ModelFiles) -> bool:
         """Whether both have the same vocabulary, so that token ids mean the same to both."""
@@ -168,6 +202,32 @@ def sees(model: str) -> bool:
     ValueError or OSError if the file cannot be read.
     """
     return read_json(Path(model) / "config.json").get("vision_config") is not None
+
+
+def _own_code(path: Path) -> Iterator[OwnCode]:
+    """Every class that an ``auto_map`` of a model's files names. Raises what ``read_json`` does."""
+    for file in WITH_CODE:
+        for keys, found in _named(read_json(path / file), "auto_map"):
+            named = found if isinstance(found, Mapping) else {"": found}
+            for kind, classes in named.items():
+                of_kind = (*keys, kind[:LONGEST_KEY]) if kind else keys
+                for one in classes if isinstance(classes, list) else [classes]:
+                    if one is not None:
+                        yield OwnCode(file, of_kind, str(one))
+
+
+def _named(
+    tree: object, key: str, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Where a key has a value other than null, at any depth, such as (vision_config, backbone)."""
+    entries: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, Mapping) else ()
+    entries = enumerate(tree) if isinstance(tree, list) else entries
+    for name, value in entries:
+        keys = (*above, str(name)[:LONGEST_KEY])
+        if name == key and value is not None:
+            yield keys, value
+        if isinstance(value, Mapping | list):
+            yield from _named(value, key, keys)
 
 
 def _text(value: object) -> str | None:

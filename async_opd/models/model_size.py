@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import safe_open
 
@@ -34,6 +34,12 @@ SEES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projecto
 """Names of a tower's tensors, and of what projects its states into the decoder's."""
 PROJECTS = re.compile(r".*?(projector|merger|connector|aligner)[^.]*(\.\d+)?", re.IGNORECASE)
 """What names of the latter begin with, for each one (``trainer.vision.parts``)."""
+
+Moments = Literal["float32", "bfloat16", "8bit"]
+"""In what AdamW's two moments are kept, as ``train.moments``."""
+LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
+SMALLEST_TENSOR = 4096
+"""Entries of a tensor below which its moments stay in float32, as in bitsandbytes and torchao."""
 
 Tensor = tuple[str, tuple[int, ...], str]
 """Name, shape and stored type."""
@@ -292,3 +298,22 @@ def tensors_of(path: Path) -> list[Tensor]:
                 tensor = opened.get_slice(name)
                 found.append((name, tuple(tensor.get_shape()), str(tensor.get_dtype())))
     return found
+
+
+def block_of(shape: Sequence[int]) -> int | None:
+    """Entries that share one scale in 8 bits; None for a tensor whose moments stay in float32.
+
+    Blocks lie within rows, so that however many ranks divide the rows, no block is divided.
+    """
+    if len(shape) < 2 or math.prod(shape) < SMALLEST_TENSOR:
+        return None
+    block = math.gcd(LARGEST_BLOCK, shape[-1])
+    return block if block >= SMALLEST_BLOCK else None
+
+
+def moment_bytes(moments: Moments, shape: Sequence[int]) -> int:
+    """Bytes of both moments of a parameter of this shape, over all of its shards."""
+    entries, block = math.prod(shape), block_of(shape)
+    if moments == "8bit" and block is not None:
+        return 2 * (entries + 4 * entries // block)
+    return 2 * entries * (2 if moments == "bfloat16" else 4)

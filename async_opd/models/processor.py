@@ -23,6 +23,7 @@ from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
 from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.models.chat_template import read_json
+from async_opd.models.unasked import without_hub
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,8 @@ class ImageProcessor:
         load = partial(AutoProcessor.from_pretrained, model, trust_remote_code=trust_remote_code)
         _refuse_audio_tokenizer(Path(model))
         try:
-            processor = load()
+            with without_hub(trust_remote_code):
+                processor = load()
         except Exception as error:  # transformers raises what its classes raise
             shown = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             remedy = "save the model's processor there, and install async-opd[vision]"
@@ -113,7 +115,8 @@ class ImageProcessor:
             message = f"{type(kind).__name__} of {model} has no setting {', '.join(unknown)}"
             raise ProcessorError(message, f"one of {', '.join(sorted(known))}")
         # only now: other names are settings of the loading, such as ``weights_only``
-        return cls(load(**processor_kwargs) if processor_kwargs else processor)
+        with without_hub(trust_remote_code):
+            return cls(load(**processor_kwargs) if processor_kwargs else processor)
 
     def expand(self, ids: Int32, images: Sequence[bytes]) -> Int32:
         """Token ids int32 [P'] of a short prompt [P], which has one placeholder an image.

@@ -30,6 +30,7 @@ from async_opd.core.errors import CheckpointError, ConfigError, Problem
 from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.grading.graders import is_function
+from async_opd.models.families import refused
 from async_opd.models.hub import named_models, naming_faults
 
 SAME_CLUSTER = (None, "auto", "local")
@@ -141,7 +142,13 @@ def _unusable_models(config: RunConfig, where: str, replayed: bool) -> Iterator[
             remedy = "download it yourself, and write its directory into the run's config.yaml"
             yield Problem(where, f"{named.key}.model", message, remedy)
     found = Findings(where)
-    ModelChecks(config, found).models()
+    models = ModelChecks(config, found)
+    models.models()
+    student = models.files.get("student.model")
+    sees = student is not None and student.config.get("vision_config") is not None
+    if student and (reason := refused(student.config, None, trained=True) if sees else ""):
+        remedy = "restore the run directory as it was: no run trains such a student"
+        found.add("student.model", f"{student.path} {reason}", remedy)
     yield from found.problems
 
 

@@ -117,6 +117,57 @@ def test_code_of_another_repository_is_refused_where_code_runs(
     assert ("code of another repository" in said.err) == trusted
 
 
+THEIRS = {"AutoModel": "modeling.M", "AutoTokenizer": ["slow.T", "fast.T"]}
+NAMING_CODE: list[tuple[str, dict[str, Any], str]] = [
+    ("config", {"text_config": {"auto_map": THEIRS}}, "text_config.auto_map.AutoModel"),
+    ("config", {"a": [{"b": {"auto_map": THEIRS}}]}, "a.0.b.auto_map.AutoModel"),
+    ("config", {"auto_map": {"AutoProcessor": "p.P"}}, "auto_map.AutoProcessor"),
+    ("config", {"auto_map": "modeling.M"}, "auto_map"),
+    ("config", {"auto_map.AutoModel": {"auto_map": THEIRS}}, "auto_map.AutoModel.auto_map"),
+    ("generation_config", {"auto_map": THEIRS}, "auto_map.AutoModel"),
+    ("tokenizer_config", {"auto_map": THEIRS}, "auto_map.AutoModel"),
+    ("processor_config", {"image_processor": {"auto_map": THEIRS}}, "image_processor.auto_map"),
+    ("preprocessor_config", {"auto_map": {"AutoImageProcessor": "p.P"}}, "auto_map.AutoImage"),
+    (
+        "video_preprocessor_config",
+        {"auto_map": {"AutoVideoProcessor": "p.P"}},
+        "auto_map.AutoVideo",
+    ),
+]
+
+
+def with_settings(folder: Path, name: str, more: dict[str, Any]) -> Path:
+    """The quickstart's student with more settings in one of its JSON files."""
+    file = STUDENT / f"{name}.json"
+    own = json.loads(file.read_text()) if file.exists() else {}
+    return copied(folder, **{name: own | more})
+
+
+@pytest.mark.parametrize("section", ["student", "teachers.sort"])
+@pytest.mark.parametrize(("name", "more", "key"), NAMING_CODE)
+def test_code_of_a_part_of_a_model_is_refused_unless_it_is_trusted(
+    tmp_path: Path, section: str, name: str, more: dict[str, Any], key: str
+) -> None:
+    model = with_settings(tmp_path, name, more)
+    said = checked(tmp_path, f"{section}.model={model}")
+    assert said.code == 2
+    assert f"{section}.model: {model}/{name}.json: {key}" in said.err
+    assert f"set {section}.trust_remote_code: true" in said.err
+    assert checked(tmp_path, f"{section}={{model: {model}, trust_remote_code: true}}").code == 0
+
+
+def test_the_first_authors_code_of_a_family_that_transformers_has_is_no_fault(
+    tmp_path: Path,
+) -> None:
+    classes = {
+        "AutoConfig": "theirs.C",
+        "AutoModel": "theirs.M",
+        "AutoModelForCausalLM": "theirs.L",
+    }
+    model = with_settings(tmp_path, "config", {"auto_map": classes})
+    assert checked(tmp_path, f"student.model={model}").code == 0
+
+
 @pytest.mark.parametrize(
     "extra",
     [
@@ -241,6 +292,9 @@ VERIFIER = {"algorithm": "eagle3", "verifier": {"name_or_path": "somebody/else"}
         ("config", {"configuration_files": ["config.4.0.0.json"]}),
         ("config", {"model_type": "ultravox", "text_model_id": "somebody/else"}),
         ("config", {"model_type": "ultravox", "audio_model_id": "somebody/else"}),
+        ("config", {"backbone": "somebody/else"}),
+        ("config", {"vision_config": {"backbone": "resnet50"}}),
+        ("config", {"backbone_config": {"model_type": "timm_backbone", "backbone": "a/b"}}),
         ("adapter_config", {"base_model_name_or_path": "somebody/else"}),
     ],
 )
@@ -254,9 +308,20 @@ def test_a_model_that_has_another_one_loaded_in_its_place_is_refused(
     assert f"{name}.json: {list(said_there)[-1]}" in said.err
 
 
-def test_a_key_of_another_model_that_names_none_is_no_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"speculators_config": None},
+        {"backbone": None, "use_timm_backbone": False},
+        {"backbone_config": {"model_type": "resnet", "backbone": None}},
+        {"label2id": {"backbone": 3}},
+    ],
+)
+def test_a_key_of_another_model_that_names_none_is_no_fault(
+    tmp_path: Path, named: dict[str, Any]
+) -> None:
     own = json.loads((STUDENT / "config.json").read_text())
-    model = copied(tmp_path, config=own | {"speculators_config": None})
+    model = copied(tmp_path, config=own | named)
     assert checked(tmp_path, f"student.model={model}").code == 0
 
 

@@ -122,7 +122,7 @@ def test_the_trainer_runs_no_code_of_a_model(bombed: Path, tmp_path: Path) -> No
     config = {"model_type": "mine", "auto_map": classes}
     (bombed / "config.json").write_text(json.dumps(config))
     (bombed / "code.py").write_text(f"import os; os.mkdir({str(tmp_path / 'exploded')!r})")
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(StageError, match="contains custom code"):
         load_student(with_student(bombed), torch.device("cpu"))
     assert not (tmp_path / "exploded").exists()
 

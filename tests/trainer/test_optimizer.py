@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
-from async_opd.models.moments import Moments, moment_bytes
+from async_opd.models.model_size import Moments, moment_bytes
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample
 from tests.trainer.states import restore, state_of

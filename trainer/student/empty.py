@@ -15,6 +15,7 @@ import torch
 
 from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
+from async_opd.models.unasked import without_hub
 from trainer.student.rotary import pin_rotary
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded
 from trainer.student.stored_weights import StoredWeights
@@ -105,11 +106,23 @@ class EmptyStudent:
 def _on_meta(directory: Path, trust_remote_code: bool) -> Any:
     """The model of a directory's config.json in float32 and eval mode, all of it on ``meta``.
 
-    StageError if it is not a directory: the name would be that of a model of the hub.
+    StageError if transformers makes no model of it, or it is not a directory: the name would be
+    that of a model of the hub.
     """
     if not directory.is_absolute() or not directory.is_dir():
         cause = f"student.model: no such directory: {directory}"
         raise StageError(TRAINER, cause, "check the path")
+    try:
+        with without_hub(trust_remote_code):
+            return _made(directory, trust_remote_code)
+    except Exception as error:  # transformers raises what its classes raise
+        shown = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        cause = f"student.model: transformers makes no model of {directory}/config.json: {shown}"
+        remedy = "take a model of a family that transformers has, as its authors saved it"
+        raise StageError(TRAINER, cause, remedy) from error
+
+
+def _made(directory: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     trust = {"trust_remote_code": trust_remote_code}

@@ -1,0 +1,53 @@
+"""What asks nobody: the process for good, a thread while it loads a model."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+from huggingface_hub import constants
+
+from async_opd.models.unasked import ASKS, never_ask, without_hub
+
+
+def offline_in_another_thread() -> bool:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(constants.is_offline_mode()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def test_the_thread_that_loads_a_model_asks_no_hub_and_others_may() -> None:
+    with without_hub(trusted=False):
+        assert constants.is_offline_mode()
+        assert not offline_in_another_thread()
+    assert not constants.is_offline_mode()
+
+
+def test_a_model_whose_code_is_trusted_may_ask_for_more() -> None:
+    with without_hub(trusted=True):
+        assert not constants.is_offline_mode()
+
+
+def test_a_user_who_is_offline_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with without_hub(trusted=True):
+        assert constants.is_offline_mode()
+
+
+def test_a_process_that_has_imported_transformers_already_asks_nothing_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = ModuleType(ASKS)
+    monkeypatch.setattr(imported, "TIME_OUT_REMOTE_CODE", 15, raising=False)
+    monkeypatch.setitem(sys.modules, ASKS, imported)
+    never_ask()
+    assert vars(imported)["TIME_OUT_REMOTE_CODE"] == 0
