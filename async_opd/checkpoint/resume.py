@@ -54,6 +54,8 @@ MAY_CHANGE = (
     *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
 )
 """Keys of speed, placement and supervision. All other keys define what is learned."""
+IDENTITY = "identity.json"
+"""The identity of the run of a directory, which also one without a checkpoint has."""
 
 
 def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
@@ -74,7 +76,7 @@ def digest_of(sources: Sequence[Sequence[Row]]) -> str:
     return digest.hexdigest()
 
 
-def refuse_changes(before: str, now: str) -> None:
+def refuse_changes(before: str | bytes, now: str) -> None:
     """ConfigError with every key that differs between two identities and may not."""
     new = json.loads(now)
     try:

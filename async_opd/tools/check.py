@@ -19,7 +19,7 @@ from async_opd.checkpoint.earlier_run import (
     refuse_begun,
     refuse_mirrored,
 )
-from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.resume import IDENTITY, identity
 from async_opd.checkpoint.store import FOLDER, Checkpoints
 from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine, with_defaults
 from async_opd.checks.preflight import Inputs
@@ -141,7 +141,7 @@ def _resumed(config: RunConfig, inputs: Inputs, where: str, run_dir: Path) -> st
         return f"{run_dir} is compared with the config after the downloads of the run"
     local = with_steps(with_template_date(local, resume=True), inputs.train)
     now = identity(resolved(local, resolve_device(local)), inputs.checked)
-    refuse_another(run_dir / FOLDER, now)
+    refuse_another(run_dir, now)
     if is_completed(run_dir):
         return f"{run_dir} is completed already"
     store, mirror = Checkpoints(run_dir / FOLDER, 1), config.checkpoint.mirror
@@ -169,7 +169,7 @@ def outputs(config: RunConfig) -> list[str]:
         "tensorboard": "tensorboard" in log.loggers,
     }
     always = (
-        *("config.yaml", FORMAT_FILE, ORIGIN, METRICS, LEDGER, RUN_LOG, SUMMARY, TRACE),
+        *("config.yaml", IDENTITY, FORMAT_FILE, ORIGIN, METRICS, LEDGER, RUN_LOG, SUMMARY, TRACE),
         *(LIVE_FILE, FOLDER, "model", "ray_logs"),
     )
     return [*always, *(name for name, written in optional.items() if written)]
