@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.nesting import too_deep
 from async_opd.core.row import Row
 from async_opd.files.foreign import foreign
 from async_opd.files.json_lines import MetricsRow, metrics_rows
@@ -81,6 +82,8 @@ def refuse_changes(before: str | bytes, now: str) -> None:
     new = json.loads(now)
     try:
         old = json.loads(before)
+        if too_deep(old):
+            raise ValueError("values inside of values")
         data = old["data"]
         known = RunConfig.model_validate(old["config"]).model_dump(mode="json", by_alias=True)
     except ValidationError as error:

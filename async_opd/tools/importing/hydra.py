@@ -49,14 +49,15 @@ def flags(words: list[str], budget: Budget) -> dict[str, Any]:
             found[name] = True if flag[2] is None else value_of(flag[2])
         elif name:
             value, before = value_of(word), found[name]
-            found[name] = value if before is True else [*_listed(before), value]
+            if before is True:
+                found[name] = value
+            elif isinstance(before, list):
+                before.append(value)
+            else:
+                found[name] = [before, value]
     for name, value in found.items():
         budget.take(len(name) + len(str(value)), name)
     return found
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def value_of(text: str) -> Any:
