@@ -28,8 +28,14 @@ from async_opd.checkpoint.earlier_run import (
     take_mirrored,
 )
 from async_opd.checkpoint.mirror import Mirror
-from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
-from async_opd.checkpoint.store import FOLDER, Checkpoint, Checkpoints, load
+from async_opd.checkpoint.resume import (
+    IDENTITY,
+    cut_files,
+    identity,
+    refuse_changes,
+    refuse_impossible,
+)
+from async_opd.checkpoint.store import Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.cluster.watching.watch import RECONNECT, left_s
@@ -77,19 +83,28 @@ def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> 
     config = config.model_copy(update={"run_dir": name})
     mirror = config.checkpoint.mirror
     taken: list[str] = []
+    if resume and (left_in(run_dir) or (run_dir / FORMAT_FILE).exists()):
+        refuse_other_formats(run_dir)
     if mirror is not None and resume:
         with private_files(), run_lock(run_dir):
+            write_run_format(run_dir)
             taken = take_mirrored(mirror, run_dir, identity(config, inputs.checked))
     elif mirror is not None:
         refuse_mirrored(mirror)
-    if resume and (left_in(run_dir) or (run_dir / FORMAT_FILE).exists()):
-        refuse_other_formats(run_dir)
     if resume and is_completed(run_dir):
-        refuse_another(run_dir / FOLDER, identity(config, inputs.checked))
+        refuse_another(run_dir, identity(config, inputs.checked))
+        if taken:  # a completed run comes without the files that each run writes itself
+            with private_files(), run_lock(run_dir):
+                _describe(run_dir, config, inputs)
         print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
     with private_files(), run_lock(run_dir):
         return _run_in(run_dir, replace(ready, config=config), resume, viewers, taken)
+
+
+def _describe(run_dir: Path, config: RunConfig, inputs: Inputs) -> None:
+    write_atomically(run_dir / "config.yaml", dump_config(config))
+    write_atomically(run_dir / IDENTITY, identity(config, inputs.checked))
 
 
 def _run_in(
@@ -100,7 +115,7 @@ def _run_in(
     start = _start(config, inputs, run_dir, resume, notes.append)
     write_run_format(run_dir)
     (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
-    write_atomically(run_dir / "config.yaml", dump_config(config))
+    _describe(run_dir, config, inputs)
     redacted = Redactor(config.model_dump(mode="json", by_alias=True))
     add_origin(run_dir, sys.argv[1:], redacted, ready.device)
     cut = start.cut if start else None

@@ -25,6 +25,7 @@ from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.files.remote import RemoteFile
+from async_opd.files.run_format import write_run_format
 from async_opd.observability.sinks import Summary
 from tests.test_pipeline import FakeTrainer
 from tests.test_rewind import FORM, LIMITS, LONG, Mortal, train
@@ -165,6 +166,7 @@ class Machine:
         self.folder, self.url = folder, url
         self.store = Checkpoints(folder / "checkpoints", 2)
         folder.mkdir(exist_ok=True)
+        write_run_format(folder)
 
     def run(self) -> Mortal:
         """A process, from the newest checkpoint to the end of the run."""

@@ -766,6 +766,7 @@ def test_from_its_mirror_a_run_goes_on_byte_for_byte_as_from_its_own_directory(
     monkeypatch.setattr(earlier_run, "refuse_changes", lambda before, now: None)  # both are "{}"
     own, other, url = tmp_path / "own", tmp_path / "other", f"file://{tmp_path}/bucket"
     own.mkdir()
+    write_run_format(own)
     assert not live(own, 1, SHAPE | {"steps": 12}, 400, end="signal")
     Mirror(Checkpoints(own / "checkpoints", 2), RunCopies.at(url), 20, 20)._sync(False)
     earlier_run.take_mirrored(url, other, "{}")

@@ -21,6 +21,7 @@ from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.run_copies import END, RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.preflight import Inputs
+from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.reports import Interval, StageReport
@@ -216,6 +217,23 @@ def test_a_run_goes_on_in_an_empty_directory_from_its_mirror(
     assert "summary.json" in end.files
     with pytest.raises(ConfigError, match=r"checkpoint.mirror: .* holds an earlier run"):
         run(ready(mirrored(tmp_path / "third", url)))
+
+
+def test_a_run_that_completed_elsewhere_has_the_config_of_its_user_here(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/bucket"
+    first, second = (mirrored(tmp_path / name, url) for name in ("first", "second"))
+    (tmp_path / "first" / "model").mkdir(parents=True)
+    (tmp_path / "first/model/config.json").write_text("{}")
+    (tmp_path / "first/summary.json").write_text('{"status": "completed"}')
+    (tmp_path / "first/identity.json").write_text(identity(first, ROWS))
+    (tmp_path / "first/config.yaml").write_text("eval: {grader: model/g.py:f}")
+    write_run_format(tmp_path / "first")
+    store = Checkpoints(tmp_path / "first/checkpoints", 2)
+    Mirror(store, RunCopies.at(url), 20, 20)._sync(True)
+    assert run(second, Inputs(ROWS), resume=True) == 0
+    assert (tmp_path / "second/config.yaml").read_text() == dump_config(second)
+    assert (tmp_path / "second/identity.json").read_text() == identity(second, ROWS)
+    refuse_other_formats(tmp_path / "second")
 
 
 def quiet(run_dir: Path) -> RunConfig:

@@ -85,5 +85,5 @@ def journal_entries(path: ForeignPath) -> Iterator[dict[str, Any]]:
 def _completed(folder: ForeignPath) -> bool:
     try:
         return bool(json.loads((folder / "summary.json").read())["status"] == "completed")
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False

@@ -5,6 +5,7 @@ run directory, checkpoint.mirror ──the newest step──► run directory �
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,16 +19,27 @@ from async_opd.accounting.roll_backs import (
     read_roll_backs,
     write_roll_backs,
 )
-from async_opd.checkpoint.resume import refuse_changes
-from async_opd.checkpoint.run_copies import END, Copy, Mirrored, RunCopies, name_of
-from async_opd.checkpoint.store import CONFIG, FOLDER, Checkpoints, load
+from async_opd.checkpoint.resume import IDENTITY, refuse_changes
+from async_opd.checkpoint.run_copies import (
+    END,
+    RESULTS,
+    TEACHERS,
+    Copy,
+    Mirrored,
+    RunCopies,
+    name_of,
+)
+from async_opd.checkpoint.store import CONFIG, EVALUATED, FOLDER, Checkpoints, load
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
 from async_opd.files.foreign import Place, foreign
 from async_opd.files.kept_steps import KEPT
+from async_opd.files.origin import ORIGIN
 from async_opd.files.remote import Changed
+from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
 from async_opd.files.safe_open import make_folder, remove_tree
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.microscope.folder import MICROSCOPE
+from async_opd.observability.loggers.logged_run import LOGGED_RUNS, take_logged_runs
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
 from async_opd.pictures.folder import MEDIA
 
@@ -37,6 +49,32 @@ RUN_OUTPUTS = (
 )
 """The files of a run directory that exist once a run has begun."""
 PARTIAL = ".mirror.partial"
+_RECORDS = {SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS, ORIGIN}
+_RECORDS |= {f"{FOLDER}/{EVALUATED}"}
+_COMPARED = {FORMAT_FILE, IDENTITY, *LOGGED_RUNS}
+"""Files of a copy that are read where it was downloaded, and are not in the run directory then."""
+_OF_MODELS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".md")
+_SUFFIXES = {
+    FOLDER: (".safetensors", ".json"),
+    **dict.fromkeys((TEACHERS, "model", "best"), _OF_MODELS),
+    EVALS: (".jsonl",),
+    MICROSCOPE: (".npz",),
+    MEDIA: (".png", ".jpeg"),
+}
+"""Those of the files that a resume takes, by folder: code is not among them."""
+
+
+def may_be_taken(name: str, step: int | None) -> bool:
+    """Whether a resume takes a file from the copy of a step, or from that of the end (None).
+
+    The copy may be of somebody else: the run writes its config and its format itself.
+    """
+    if name in _RECORDS:
+        return True
+    folder = name.partition("/")[0]
+    of_another = folder == FOLDER and not name.startswith(f"{FOLDER}/step_{step}/")
+    known = RESULTS if step is None else (FOLDER, TEACHERS)
+    return folder in known and not of_another and Path(name).suffix in _SUFFIXES[folder]
 
 
 def left_in(run_dir: Path) -> list[str]:
@@ -89,12 +127,13 @@ def newest_mirrored(url: str, run_dir: Path) -> int:
     return max((step for step, _ in there.on_the_way(way)), default=0)
 
 
-def refuse_another(folder: Path, identity: str) -> None:
-    """ConfigError if the last checkpoint in ``folder``, of a completed run, has another config."""
-    for step in Checkpoints(folder, 1).steps()[-1:]:
+def refuse_another(run_dir: Path, identity: str) -> None:
+    """ConfigError if the last checkpoint, or a completed run, has another config."""
+    steps = Checkpoints(run_dir / FOLDER, 1).steps()[-1:]
+    names = [f"{FOLDER}/{name_of(step)}/{CONFIG}" for step in steps]
+    for name in [*names, *([IDENTITY] if is_completed(run_dir) else [])]:
         with suppress(OSError):
-            found = foreign(folder.parent) / f"{folder.name}/{name_of(step)}/{CONFIG}"
-            refuse_changes(found.read().decode(), identity)
+            refuse_changes((foreign(run_dir) / name).read(), identity)
 
 
 def is_completed(run_dir: Path) -> bool:
@@ -115,9 +154,10 @@ def take_mirrored(url: str, run_dir: Path, identity: str) -> list[str]:
 
     Damaged checkpoints of the directory do not count, nor do those that the run has left, here or
     at the URL: see ``_way``. The directory gets the rollbacks that the URL knows. Every byte is
-    verified before a file of the directory is replaced. Returns messages. ConfigError for a copy of
-    another config, also an older one, for one of another way of the run, and for folders that no
-    mirror wrote: this run's mirror would remove them. CheckpointError
+    verified before a file of the directory is replaced, and neither the run's descriptions
+    (``config.yaml``, ``run.json``, …) nor code is taken. Returns messages. ConfigError for a copy
+    of another config or format, also an older one, for one of another way of the run, and for
+    folders that no mirror wrote: this run's mirror would remove them. CheckpointError
     if no newer copy is whole, or if the store does not answer: a run that began without its
     checkpoints would train them again.
     """
@@ -130,7 +170,7 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
     copies, partial = RunCopies.at(url), run_dir / PARTIAL
     steps = copies.steps()
     if not steps:
-        notes = _taken_completed(copies, run_dir)
+        notes = _taken_completed(copies, run_dir, identity)
         if not notes and not Checkpoints(run_dir / FOLDER, 1).steps():
             _keep_roll_backs(copies.mirrored(), run_dir, run_dir)
         return notes
@@ -152,13 +192,14 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
     for step, copy in reversed(found):
         remove_tree(partial)
         try:
-            copies.download(copy, partial, lambda name: True)
+            _download(copies, copy, partial, functools.partial(may_be_taken, step=step))
             checkpoint = load(partial / FOLDER / name_of(step))
         except (Changed, CheckpointError) as error:
             notes.append(f"the mirror's copy of step {step} is skipped: {error}")
             continue
         refuse_changes(checkpoint.config, identity)
-        _take_end(copies, partial, step, notes.append)
+        refuse_other_formats(partial)
+        _take_end(copies, partial, step, identity, notes.append)
         _keep_roll_backs(there, run_dir, partial)
         notes += _leave(store, way)
         _replace(partial, run_dir, f"{FOLDER}/{name_of(step)}")
@@ -231,14 +272,16 @@ def _refuse_older(copies: RunCopies, copy: Copy, partial: Path, identity: str) -
     remove_tree(partial)
     try:
         copies.download(copy, partial, lambda one: one == name)
-        refuse_changes((foreign(partial) / name).read().decode(), identity)
+        refuse_changes((foreign(partial) / name).read(), identity)
     except (Changed, FileNotFoundError):  # a damaged copy, in whose place the run's own comes
         return
     finally:
         remove_tree(partial)
 
 
-def _take_end(copies: RunCopies, partial: Path, step: int, notify: Callable[[str], None]) -> None:
+def _take_end(
+    copies: RunCopies, partial: Path, step: int, identity: str, notify: Callable[[str], None]
+) -> None:
     """Puts the files of the run's end, if it is there, over those of its last checkpoint.
 
     The models are only taken of a run that has completed: another one writes its own.
@@ -247,25 +290,25 @@ def _take_end(copies: RunCopies, partial: Path, step: int, notify: Callable[[str
     if end is None:
         return
     try:
-        _download_end(copies, end, into)
+        _download_end(copies, end, into, identity)
         _replace(into, partial, "")
-    except Changed as error:
+    except (Changed, ConfigError) as error:
         notify(f"the mirror's copy of the end is skipped, that of step {step} is taken: {error}")
     finally:
         remove_tree(into)
 
 
-def _taken_completed(copies: RunCopies, run_dir: Path) -> list[str]:
+def _taken_completed(copies: RunCopies, run_dir: Path, identity: str) -> list[str]:
     """Takes the end of a completed run that has no checkpoint (``checkpoint.every: 0``).
 
-    ConfigError if the directory has checkpoints, and so is of another run, whose mirror would
-    remove that end.
+    ConfigError for that of another config; if the directory has checkpoints, and so is of another
+    run, whose mirror would remove that end.
     """
     end, partial = copies.complete(END), run_dir / PARTIAL
     if end is None:
         return []
     try:
-        _download_end(copies, end, partial)
+        _download_end(copies, end, partial, identity)
         if not _completed(partial):
             return []
         if Checkpoints(run_dir / FOLDER, 1).steps():
@@ -278,11 +321,25 @@ def _taken_completed(copies: RunCopies, run_dir: Path) -> list[str]:
     return [f"the end of a completed run is taken from {copies.place}"]
 
 
-def _download_end(copies: RunCopies, end: Copy, into: Path) -> None:
+def _download_end(copies: RunCopies, end: Copy, into: Path, identity: str) -> None:
+    """ConfigError for the end of a run of another config: a completed one would be this run's."""
     remove_tree(into)
-    copies.download(end, into, lambda name: name not in _models(end))
+    wanted = {name for name in end.files if may_be_taken(name, None)}
+    _download(copies, end, into, lambda name: name in wanted - _models(end))
+    try:
+        found = (foreign(into) / IDENTITY).read()
+    except FileNotFoundError:
+        message = f"{copies.place / END} has no {IDENTITY}, so it may be of another run"
+        remedy = "name another URL; a version without the file wrote it, or somebody else"
+        raise ConfigError([Problem("--resume", "checkpoint.mirror", message, remedy)]) from None
+    refuse_changes(found, identity)
+    refuse_other_formats(into)
     if _completed(into):
-        copies.download(end, into, lambda name: name in _models(end))
+        copies.download(end, into, lambda name: name in wanted & _models(end))
+
+
+def _download(copies: RunCopies, copy: Copy, into: Path, wanted: Callable[[str], bool]) -> None:
+    copies.download(copy, into, lambda name: wanted(name) or name in _COMPARED)
 
 
 def _models(copy: Copy) -> set[str]:
@@ -290,13 +347,14 @@ def _models(copy: Copy) -> set[str]:
 
 
 def _replace(source: Path, target: Path, last: str) -> None:
-    """Moves all files to the same places below ``target``; the folder ``last`` as a whole, last.
+    """Moves what is taken to the same places below ``target``; the folder ``last`` whole, and last.
 
     A kill before that leaves a directory without the checkpoint, which takes the copy again.
     """
+    take_logged_runs(source, target)
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
-        if path.is_file() and not (last and name.startswith(f"{last}/")):
+        if path.is_file() and name not in _COMPARED and not (last and name.startswith(f"{last}/")):
             make_folder((target / name).parent)
             path.replace(target / name)
     if last:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.nesting import too_deep
 from async_opd.core.row import Row
 from async_opd.files.foreign import foreign
 from async_opd.files.json_lines import MetricsRow, metrics_rows
@@ -54,6 +55,8 @@ MAY_CHANGE = (
     *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
 )
 """Keys of speed, placement and supervision. All other keys define what is learned."""
+IDENTITY = "identity.json"
+"""The identity of the run of a directory, which also one without a checkpoint has."""
 
 
 def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
@@ -74,11 +77,13 @@ def digest_of(sources: Sequence[Sequence[Row]]) -> str:
     return digest.hexdigest()
 
 
-def refuse_changes(before: str, now: str) -> None:
+def refuse_changes(before: str | bytes, now: str) -> None:
     """ConfigError with every key that differs between two identities and may not."""
     new = json.loads(now)
     try:
         old = json.loads(before)
+        if too_deep(old):
+            raise ValueError("values inside of values")
         data = old["data"]
         known = RunConfig.model_validate(old["config"]).model_dump(mode="json", by_alias=True)
     except ValidationError as error:

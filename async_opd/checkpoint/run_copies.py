@@ -27,7 +27,7 @@ from async_opd.accounting.roll_backs import RollBack, lineage_of, parse_roll_bac
 from async_opd.checkpoint.store import CUT, CUT_BYTES, EVALUATED, FOLDER, parse_cut
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.disk_space import without_space
-from async_opd.files.foreign import ForeignPath
+from async_opd.files.foreign import MAX_PARTS, ForeignPath
 from async_opd.files.remote import Changed, RemoteFile
 from async_opd.files.safe_open import make_folder
 from async_opd.processes.background import each_of
@@ -55,7 +55,10 @@ def name_of(step: int) -> str:
 def may_be_copied(name: str) -> bool:
     """Whether a path relative to the run directory belongs into a copy, and leads nowhere else."""
     folder, _, rest = name.partition("/")
-    if any(not part or part.startswith(".") or "\\" in part for part in name.split("/")):
+    parts = name.split("/")
+    if len(parts) > MAX_PARTS or "\0" in name or "\\" in name:
+        return False
+    if any(not part or part.startswith(".") for part in parts):
         return False
     if not rest:
         return Path(name).suffix in _SUFFIXES and name not in {LISTING, *_LOCAL}

@@ -31,7 +31,7 @@ from async_opd.config.sections.section import CHECK_NAMES
 from async_opd.config.sections.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.config.yaml_text import YamlError, dump_yaml, load_yaml
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.nesting import MAX_DEPTH
+from async_opd.core.nesting import MAX_DEPTH, too_deep
 
 COMMAND_LINE = "command line"
 MAX_SHOWN_CHARACTERS = 200
@@ -93,7 +93,7 @@ def load_recorded_config(
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[Any, Any]:
     """A config's content with overrides. ConfigError for those that are no overrides."""
-    source = _Source(COMMAND_LINE, copy.deepcopy(dict(tree)))
+    source = _Source(COMMAND_LINE, _copied(tree))
     for override in overrides:
         source.override(override)
     if source.problems:
@@ -109,7 +109,7 @@ def _prepared(
 ) -> _Source:
     """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
     if isinstance(path, Mapping):
-        source = _Source("the config", copy.deepcopy(dict(path)), recorded)
+        source = _Source("the config", _copied(path), recorded)
     else:
         tree = _read(Path(path) if isinstance(path, str) else path)
         source = _Source(str(path), tree, recorded)
@@ -121,6 +121,14 @@ def _prepared(
     source.check_names()
     resolve_paths(source.tree, (folder or Path()).resolve(), source.add, recorded)
     return source
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[Any, Any]:
+    """A copy of a config's content. ConfigError if it is nested too deep to be copied."""
+    if too_deep(dict(tree)):
+        message, remedy = f"has more than {MAX_DEPTH} values inside of each other", "write fewer"
+        raise ConfigError([Problem("the config", "", message, remedy)])
+    return copy.deepcopy(dict(tree))
 
 
 def _validated(source: _Source) -> RunConfig | list[Any]:

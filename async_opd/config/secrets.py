@@ -22,7 +22,7 @@ _NAME = re.compile(
     r"(key|token|secret)|api_?keys|secrets|passphrase|credentials?|authorization"
     r"|bearer|cookie|auth|pat|sas)$"
     r"|passw|(?<!^old)(?<=.)pwd$|^pass$"
-    r"|(^|[_.-])(db|\w*sql|pg|mongo|redis|ldap|user|admin|root|smtp|mail|ftp|ssh|https?|proxy)_?pass$"
+    r"|sql_?pass$|(^|[_.-])(db|pg|mongo|redis|ldap|user|admin|root|smtp|mail|ftp|ssh|https?|proxy)_?pass$"
     r"|(dsn|webhook|webhook_?ur[il]|conn(ection)?_?str(ing)?)$"
 )
 _SIGNATURE = re.compile(r"(^|[_.-])(sig|signature)$")
@@ -155,17 +155,23 @@ class Redactor:
 
     def __call__(self, text: str) -> str:
         """The text without secrets. The environment is read at each call: it may have changed."""
-        values = {
-            value
-            for name, value in os.environ.items()
-            if len(value) >= MIN_CHARACTERS and (name in self._names or names_secret(name))
-        }
-        for value in sorted(values, key=len, reverse=True):
+        for value in sorted(self._values(), key=len, reverse=True):
             text = text.replace(value, HIDDEN)
         return _QUERY.sub(
             lambda match: f"{match[1]}={HIDDEN}" if _in_query(match[1]) else match[0],
             _VALUE.sub(HIDDEN, text),
         )
+
+    def quotes(self, text: str) -> bool:
+        """Whether the text has the value of a secret variable."""
+        return any(value in text for value in self._values())
+
+    def _values(self) -> set[str]:
+        return {
+            value
+            for name, value in os.environ.items()
+            if len(value) >= MIN_CHARACTERS and (name in self._names or names_secret(name))
+        }
 
 
 def named_variables(config: Any) -> Iterator[str]:

@@ -7,12 +7,12 @@ object, and stands last or where a run was continued.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from async_opd.files.foreign import RECORD_BYTES, Place, foreign
+from async_opd.files.numbers import MOST, MOST_COUNT, MOST_S
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,9 @@ def metrics_row(line: str) -> MetricsRow | None:
     try:
         step, time = int(entry.pop("step")), float(entry.pop("time", 0.0))
         values = {key: float(value) for key, value in entry.items() if value is not None}
-        values = {key: value for key, value in values.items() if math.isfinite(value)}
+        values = {key: value for key, value in values.items() if abs(value) <= MOST}
+        if not 0 <= step < MOST_COUNT or not 0 <= time <= MOST_S:
+            return None
     except (ValueError, LookupError, TypeError, ArithmeticError):
         return None
     return MetricsRow(step, time, values)

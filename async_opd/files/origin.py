@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from async_opd.files.foreign import Place, foreign
+from async_opd.files.numbers import Seconds
 from async_opd.files.safe_open import write_atomically
 
 ORIGIN = "origin.json"
@@ -35,7 +36,7 @@ class Origin:
     command: str
     versions: Mapping[str, str]
     commit: str
-    time: float = 0.0
+    time: Seconds = 0.0
     device: str = ""
 
 

@@ -150,7 +150,8 @@ class RemoteFile:
 
     def download(self, target: Path, expected: WrittenFile) -> None:
         """Writes a new local file, and its folders. ``Changed`` if it is another; OSError."""
-        make_folder(target.parent)
+        with only_os_errors(self.url):
+            make_folder(target.parent)
         with (
             only_os_errors(self.url),
             self.open("rb") as reading,

@@ -18,7 +18,7 @@ from async_opd.checkpoint.earlier_run import (
     refuse_begun,
     refuse_mirrored,
 )
-from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.resume import IDENTITY, identity
 from async_opd.checkpoint.store import FOLDER, Checkpoints
 from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
 from async_opd.checks.resources import pools
@@ -137,7 +137,7 @@ def _resumed(config: RunConfig, ready: Prepared, where: str, run_dir: Path) -> s
         return f"{run_dir} is compared with the config after the downloads of the run"
     local = with_steps(with_template_date(local, resume=True), ready.inputs.train)
     now = identity(resolved(local, ready.device), ready.inputs.checked)
-    refuse_another(run_dir / FOLDER, now)
+    refuse_another(run_dir, now)
     if is_completed(run_dir):
         return f"{run_dir} is completed already"
     store, mirror = Checkpoints(run_dir / FOLDER, 1), config.checkpoint.mirror
@@ -165,7 +165,7 @@ def outputs(config: RunConfig) -> list[str]:
         "tensorboard": "tensorboard" in log.loggers,
     }
     always = (
-        *("config.yaml", FORMAT_FILE, ORIGIN, METRICS, LEDGER, RUN_LOG, SUMMARY, TRACE),
+        *("config.yaml", IDENTITY, FORMAT_FILE, ORIGIN, METRICS, LEDGER, RUN_LOG, SUMMARY, TRACE),
         *(LIVE_FILE, FOLDER, "model", "ray_logs"),
     )
     return [*always, *(name for name, written in optional.items() if written)]

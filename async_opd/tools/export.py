@@ -164,6 +164,8 @@ def _of_run(run: GivenRun, target: Path, dtype: str | None) -> None:
         if not (model / "config.json").exists():
             message = f"{run.run_dir} has no model/ yet: the run has not ended"
             raise _refused("RUN_DIR", message, "name a checkpoint: checkpoints/step_N")
+        if (model / CARD).is_dir():
+            raise _refused("RUN_DIR", f"{model / CARD} is a directory", "remove it")
         settings = json.loads((model / "config.json").read())
         found = settings.get("dtype") or settings.get("text_config", {}).get("dtype")
         if dtype not in (None, found):
@@ -255,7 +257,13 @@ def _card(run: GivenRun, adapter: bool) -> str:
         *(_row(name, version) for name, version in versions.items()),
         f"## Config\n{fence}yaml\n{shown}\n{fence}",
     ]
-    return Redactor(tree)("\n".join(lines)) + "\n"
+    card = "\n".join(lines) + "\n"
+    hide = Redactor(tree)
+    if hide.quotes(card):
+        message = "the run names a variable of your environment, and has its value in a text"
+        remedy = "unset the variables that its config names (*_env): a card with a hidden text"
+        raise _refused("RUN_DIR", message, f"{remedy} would tell its author that it is the value")
+    return hide(card)
 
 
 def _data(run: GivenRun) -> Iterator[str]:

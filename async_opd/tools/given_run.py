@@ -33,6 +33,7 @@ from async_opd.grading.graders import is_function
 from async_opd.models.families import refused
 from async_opd.models.hub import named_models, naming_faults
 
+TEMPLATE = ".jinja"
 SAME_CLUSTER = (None, "auto", "local")
 
 
@@ -95,6 +96,10 @@ def given_config(
         message = f"found {value!r}, by which the author of the directory can run code as you"
         remedy = f"read that code, then add {TRUST}: it permits all that the directory names"
         problems.append(Problem(where, key, message, remedy))
+    for key, file in _templates(config) if not trusted else ():
+        message = f"found {file!r}, which is read although its name is not that of a template"
+        remedy = f"call it {TEMPLATE}, or look at it and add {TRUST}"
+        problems.append(Problem(where, key, message, remedy))
     if record is not None and not problems:
         problems += _unusable_models(config, where, replayed)
     if problems:
@@ -102,6 +107,15 @@ def given_config(
     # a replay writes logs, and not where the record says
     own = {"run_dir": os.path.abspath(str(place))} if replayed else {}
     return config.model_copy(update=own)
+
+
+def _templates(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Keys and files of templates that may be any file of the user's."""
+    teachers = {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+    for key, section in {"student": config.student, **teachers}.items():
+        file = section.chat_template_file
+        if file is not None and not file.endswith(TEMPLATE):
+            yield f"{key}.chat_template_file", file
 
 
 def _named_code(config: RunConfig) -> Iterator[tuple[str, object]]:

@@ -33,6 +33,7 @@ from async_opd.core.errors import CheckpointError, ConfigError, StageError
 from async_opd.files import remote
 from async_opd.files.durable import written_file
 from async_opd.files.remote import RemoteFile
+from async_opd.files.run_format import write_run_format
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Status, Summary
 from tests.checkpoint.test_store import ROWS, config, cut
@@ -60,6 +61,8 @@ class LocalRun:
         folder.mkdir(exist_ok=True)
         (folder / LEDGER).touch()
         (folder / "config.yaml").write_text("name: a\n")
+        (folder / "identity.json").write_text(IDENTITY)
+        write_run_format(folder)
 
     def train(self, step: int, identity: str = IDENTITY) -> None:
         """A line of the journal, and a checkpoint of the step."""
@@ -114,7 +117,7 @@ def test_what_is_taken_is_what_was_mirrored(tmp_path: Path) -> None:
     assert (step, ledger) == (4, run.ledgers[weights])
     assert RunCopies.at(URL).steps() == [2, 4]
     found = {path.name for path in (tmp_path / "other").iterdir()}
-    assert found == {"config.yaml", LEDGER, "checkpoints"}
+    assert found == {LEDGER, "checkpoints"}
 
 
 @pytest.mark.parametrize("name", [END, "step_7"])

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from async_opd.cluster import launch
 from async_opd.files.durable import written_file
@@ -200,12 +202,13 @@ def kept_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def keep(folder: Path, change: Change) -> None:
+def keep(folder: Path, change: Change, threads: str | None = "1") -> None:
     """Writes step 1, whose record has another config."""
     tree = kept.config_of(folder).model_dump(mode="json", by_alias=True)
     change(tree)
     result = StepResult(1, "part", (), {}, 1.0)
-    record = Record(result, 0, 1, 0, {"threads": "1"}, {}, tree)
+    platform = {} if threads is None else {"threads": threads}
+    record = Record(result, 0, 1, 0, platform, {}, tree)
     (folder / KEPT).mkdir(exist_ok=True)
     write_kept(folder / KEPT / kept_name(1, 0, 1), KeptStep(record, (), np.zeros((0, 16))))
 
@@ -263,3 +266,85 @@ def test_a_record_does_not_decide_where_a_replay_writes_and_which_cluster_it_joi
     keep(kept_run, change)
     config = replay_plan(kept_run, 1).config
     assert (config.run_dir, config.cluster.address) == (str(kept_run), None)
+
+
+@pytest.mark.parametrize("threads", [None, "x", "0", "99999999", "1" * 400])
+def test_the_threads_of_a_record_are_a_number_of_a_machine(
+    kept_run: Path, threads: str | None
+) -> None:
+    keep(kept_run, lambda tree: None, threads)
+    said = replayed(kept_run)
+    assert said.code == 2
+    assert "as the threads of the rank" in said.err
+
+
+@pytest.mark.parametrize(
+    ("place", "depth"), [('"config":{', 800), ('"config":{', 100_000), ("{", 100_000)]
+)
+def test_a_record_that_is_nested_too_deep_is_damaged(
+    kept_run: Path, place: str, depth: int
+) -> None:
+    file = kept_run / KEPT / kept_name(1, 0, 1)
+    with safe_open(file, "np") as opened:
+        about, arrays = opened.metadata(), {"entries": opened.get_tensor("entries")}
+    deep = "[" * depth + "]" * depth
+    record = about["record"].replace(place, f'{place}"zz":{deep},', 1)
+    save_file(arrays, file, metadata=about | {"record": record})
+    said = replayed(kept_run)
+    assert said.code == 2
+    assert "cannot be read" in said.err
+
+
+@pytest.mark.parametrize("inner", ['["@"]', '{"a": "@"}'])
+def test_a_checkpoint_whose_config_is_nested_too_deep_is_refused(run_dir: Path, inner: str) -> None:
+    deep = inner
+    for _ in range(900):
+        deep = deep.replace('"@"', inner)
+    checkpoint = run_dir / "checkpoints" / "step_2"
+    identity = json.loads((checkpoint / "config.json").read_text())
+    identity["config"]["x"] = "@@"
+    content = json.dumps(identity).replace('"@@"', deep)
+    (checkpoint / "config.json").write_text(content)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["config.json"] = asdict(written_file(checkpoint / "config.json"))
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert exported(run_dir).code == 2
+
+
+def test_a_folder_in_the_place_of_the_models_card_is_refused(run_dir: Path) -> None:
+    (run_dir / "model" / "README.md").mkdir()
+    said = command("export", str(run_dir), str(run_dir.parent / "out"))
+    assert said.code == 2
+    assert "README.md is a directory" in said.err
+    assert not (run_dir.parent / "out").exists()
+
+
+def test_no_card_tells_which_text_is_the_value_of_a_variable(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATE_HOST", "buildbox-417")
+
+    def change(tree: dict[str, Any]) -> None:
+        tree["log"]["project"] = "guess buildbox-416 buildbox-417"
+        endpoint = {"kind": "endpoint", "urls": ["http://127.0.0.1:9/"], "served_model": "x"}
+        name = next(iter(tree["teachers"]))
+        tree["teachers"][name] = endpoint | {"model": "a/b", "api_key_env": "PRIVATE_HOST"}
+
+    forge(run_dir, change)
+    said = command("export", str(run_dir), str(run_dir.parent / "out"))
+    assert said.code == 2
+    assert "has its value in a text" in said.err
+    assert "buildbox-417" not in said.err
+    assert not (run_dir.parent / "out").exists()
+
+
+def test_a_file_that_is_no_template_by_its_name_is_not_read_as_one(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "id_rsa").write_text("private")
+    file = str(tmp_path / "id_rsa")
+    forge(run_dir, lambda tree: tree["student"].update(chat_template_file=file))
+    said = exported(run_dir)
+    assert said.code == 2
+    assert "student.chat_template_file: found" in said.err
+    assert "its name is not that of a template" in said.err

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from async_opd.core.errors import CheckpointError
+from async_opd.core.nesting import MAX_DEPTH, too_deep
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import TRAINER
 from async_opd.files.foreign import Place
@@ -142,7 +143,10 @@ def _decoded(text: str) -> Record:
     """ValueError for another text."""
     import msgspec
 
-    return msgspec.json.decode(text, type=Record)
+    found = msgspec.json.decode(text, type=Record)
+    if too_deep(found.config):
+        raise ValueError(f"its config has more than {MAX_DEPTH} values inside of each other")
+    return found
 
 
 def _digest(arrays: Arrays, metadata: Mapping[str, str]) -> str:

@@ -30,7 +30,7 @@ from async_opd.files.foreign import Place, foreign
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 SCORED_FILE = "scored.safetensors"
-FORMAT_ERRORS = (AttributeError, KeyError, TypeError, ValueError)
+FORMAT_ERRORS = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)
 """Errors of reading a safetensors file that ``write_samples`` did not write."""
 KINDS = {kind.__name__: kind for kind in get_args(Scores)}
 NOT_STORED = ("prompt", "row", "spans", "version_spans", "encoded")

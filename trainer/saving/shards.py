@@ -29,7 +29,7 @@ from async_opd.core.stages import TRAINER
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 
-FORMAT_ERRORS = (AttributeError, KeyError, TypeError, ValueError, IndexError)
+FORMAT_ERRORS = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)
 """Errors of reading a safetensors file that ``write_shard`` did not write."""
 FORMER_FILE = "trainer.safetensors"
 """The only file of a checkpoint of an earlier version; its tensors are all full."""

@@ -14,8 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from async_opd.files.foreign import Place, foreign
+from async_opd.files.numbers import Count, Seconds
 from async_opd.files.safe_open import write_atomically
 from async_opd.observability.sinks import Sink, Summary
 
@@ -35,11 +39,11 @@ class LiveRun:
     life.
     """
 
-    pid: int
+    pid: Count
     host: str
-    born: int
-    started: float
-    time: float
+    born: Annotated[int, Field(ge=-1, lt=1 << 63)]
+    started: Seconds
+    time: Seconds
     waits: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -105,16 +109,8 @@ class LiveFile(Sink):
 def read_live(folder: Place) -> LiveRun | None:
     """The live file of a run directory; None without one, or if it is damaged."""
     try:
-        content = json.loads((foreign(folder) / LIVE_FILE).read())
-        return LiveRun(
-            pid=int(content["pid"]),
-            host=str(content["host"]),
-            born=int(content["born"]),
-            started=float(content["started"]),
-            time=float(content["time"]),
-            waits={str(pool): str(wait) for pool, wait in dict(content["waits"]).items()},
-        )
-    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return TypeAdapter(LiveRun).validate_json((foreign(folder) / LIVE_FILE).read())
+    except (OSError, ValidationError):
         return None
 
 

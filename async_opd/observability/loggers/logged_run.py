@@ -15,6 +15,7 @@ from typing import Annotated, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from async_opd.config.sections.log import LOGGERS
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
 
@@ -22,6 +23,10 @@ from async_opd.files.safe_open import write_atomically
 def file_of(logger: str) -> str:
     """The name of the file in the run directory."""
     return f"{logger}_run.json"
+
+
+LOGGED_RUNS = {file_of(logger): logger for logger in ("wandb", *LOGGERS)}
+"""The loggers by the name of their file."""
 
 
 def is_evaluation(metrics: Mapping[str, float]) -> bool:
@@ -49,10 +54,15 @@ class LoggedRun:
     @classmethod
     def of(cls, run_dir: Path, logger: str) -> Self:
         """The logger's run of a run directory; a new one if its file is missing or invalid."""
+        return cls.noted(run_dir, logger) or cls.new()
+
+    @classmethod
+    def noted(cls, run_dir: Path, logger: str) -> Self | None:
+        """The logger's run of a run directory; None if its file is missing or invalid."""
         try:
             return TypeAdapter(cls).validate_json((foreign(run_dir) / file_of(logger)).read())
         except (OSError, ValidationError):
-            return cls.new()
+            return None
 
     def has(self, step: int, *, evaluation: bool) -> bool:
         """Whether it has the row of the step, or of a later one."""
@@ -68,3 +78,14 @@ class LoggedRun:
         """Writes the file. OSError if that fails."""
         text = TypeAdapter(type(self)).dump_json(self).decode()
         write_atomically(run_dir / file_of(logger), text + "\n", durable=False)
+
+
+def take_logged_runs(source: Path, run_dir: Path) -> None:
+    """Notes in a run directory the loggers' runs of a copy of it. OSError if that fails.
+
+    A run that the directory has already is only continued: no copy puts another in its place.
+    """
+    for logger in LOGGED_RUNS.values():
+        there, here = LoggedRun.noted(source, logger), LoggedRun.noted(run_dir, logger)
+        if there is not None and (here is None or here.id == there.id):
+            there.write(run_dir, logger)

@@ -13,6 +13,9 @@ from async_opd.tools.plan.measure.lengths import Lengths
 from async_opd.tools.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
 from rollouter.slots import first_limit
 
+MOST = 1 << 14
+"""Replicas of a pool, ranks, or rollouts of a prompt, that are simulated."""
+
 
 def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None = None) -> Setting:
     """The setting of this config at these speeds.
@@ -21,6 +24,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
     """
     least = least_ranks(config)
     problems = [*_problems(config, plan, where), *_too_few(config, gpus, least)]
+    problems += _too_many(config, gpus or 0)
     if problems:
         raise ConfigError(problems)
     rollout, shares = config.rollout, _shares(config, plan)
@@ -116,6 +120,22 @@ def _too_few(config: RunConfig, gpus: int | None, least_ranks: int) -> list[Prob
     parts = ", ".join(f"{pool} {count}" for pool, count in needs.items())
     message = f"found {gpus}, expected at least {least}: {parts}"
     return [Problem("command line", "--gpus", message, f"for example {least}")]
+
+
+def _too_many(config: RunConfig, gpus: int) -> list[Problem]:
+    """Counts that no machine has, each of which takes memory in a simulation."""
+    counts = {
+        "--gpus": gpus,
+        "rollout.replicas": config.rollout.replicas,
+        "rollout.n": config.rollout.n,
+        "train.ranks": config.train.ranks,
+    }
+    counts |= {f"teachers.{name}.replicas": t.replicas for name, t in config.teachers.items()}
+    return [
+        Problem("plan", key, f"found {count}, expected at most {MOST}", "plan a smaller cluster")
+        for key, count in counts.items()
+        if count > MOST
+    ]
 
 
 def _problems(config: RunConfig, plan: PlanConfig, where: str) -> list[Problem]:

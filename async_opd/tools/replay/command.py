@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,8 +123,11 @@ async def _compared(
 
 def _alone(plan: ReplayPlan) -> RunConfig:
     """The run's config with the threads that its ranks had; it writes nothing into the run."""
-    threads = int(plan.steps[-1].records[0].platform["threads"])
-    config = plan.config
+    config, found = plan.config, plan.steps[-1].records[0].platform.get("threads", "")
+    if re.fullmatch("[1-9][0-9]{0,3}", found) is None:
+        message = f"the record has {found[:40]!r} as the threads of the rank"
+        raise ConfigError([Problem(str(plan.config.run_dir), "--step", message, "name another")])
+    threads = int(found)
     quiet = config.log.microscope.model_copy(update={"share": 0.0})
     parts = {
         "train": config.train.model_copy(update={"threads": threads}),

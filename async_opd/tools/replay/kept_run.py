@@ -112,7 +112,8 @@ def _config(run_dir: Path, steps: Sequence[KeptRecords], trusted: bool) -> RunCo
 
 
 def _complete(files: Sequence[KeptFile]) -> bool:
-    return [file.rank for file in files] == list(range(files[0].ranks)) if files else False
+    whole = bool(files) and len(files) == files[0].ranks
+    return whole and all(file.rank == rank for rank, file in enumerate(files))
 
 
 def _not_kept(run_dir: Path, step: int, kept: Sequence[int]) -> ConfigError:

@@ -42,9 +42,14 @@ def forecast(run: RecordedRun, verdict: Verdict) -> Forecast | str:
     try:
         measured = read_run(run.folder)
         setting = setting_of(measured.config, measured.plan, str(run.folder / "config.yaml"))
+        return _best(setting, verdict)
     except ConfigError as error:
         problem = error.problems[0]
         return f"There is no prediction: {problem.key} {problem.message}".strip() + "."
+
+
+def _best(setting: Setting, verdict: Verdict) -> Forecast | str:
+    """ConfigError if it cannot be simulated."""
     found = changes(setting, verdict)
     if not found:
         return "There is no prediction: the pool that limits has no GPUs of this run."

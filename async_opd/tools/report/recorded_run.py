@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.roll_backs import RollBack, read_roll_backs
@@ -28,6 +29,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.json_lines import MetricsRow, json_object, json_objects, metrics_rows
+from async_opd.files.numbers import Count, Seconds, number_of
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.sinks import Status, Summary
@@ -37,7 +39,6 @@ from async_opd.tools.report.sample_lives import Life, read_lives
 STEP_S = "perf/step_s"
 """The metric that every row of a training step has, and no other row."""
 EVALUATIONS = ("eval/", "eval_initial/", "eval_teacher/")
-_STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 _STAMPED = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[+-]\d\d:\d\d)?)\s(?:WARNING |ERROR )?(.*)", re.DOTALL
 )
@@ -52,15 +53,33 @@ class Message:
 
 
 @dataclass(frozen=True)
+class _Ended:
+    """What ``summary.json`` has beside metrics."""
+
+    status: Status
+    seconds: Seconds
+    error: str | None = None
+    steps: Count = 0
+
+
+_ENDED = TypeAdapter(_Ended)
+
+
+@dataclass(frozen=True)
 class RecordedDeadLetter:
     """A line of ``dead_letters.jsonl``: a sample that will never be trained, and why."""
 
-    time: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    time: Seconds
     uid: str
     teacher: str
-    tokens: int
+    tokens: Count
     stage: str
     reason: str
+
+
+_LETTER = TypeAdapter(RecordedDeadLetter)
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,16 @@ class RecordedRun:
     @cached_property
     def keys(self) -> frozenset[str]:
         """Every metric that some row has."""
-        return frozenset().union(*(row.values for row in self.rows))
+        return frozenset(self._having)
+
+    @cached_property
+    def _having(self) -> Mapping[str, list[MetricsRow]]:
+        """The rows of each metric: a search for each would take rows times metrics."""
+        found = defaultdict[str, list[MetricsRow]](list)
+        for row in self.rows:
+            for key in row.values:
+                found[key].append(row)
+        return found
 
     @property
     def pools(self) -> tuple[str, ...]:
@@ -106,7 +134,7 @@ class RecordedRun:
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of each row that has the metric."""
-        return [(row.step, row.values[key]) for row in self.rows if key in row.values]
+        return [(row.step, row.values[key]) for row in self._having.get(key, ())]
 
     @cached_property
     def lives(self) -> tuple[Life, ...]:
@@ -183,11 +211,12 @@ def read_summary(folder: Place) -> Summary | None:
     """``summary.json``; None without one, or if it is no summary."""
     try:
         content: dict[str, Any] = dict(json.loads((foreign(folder) / SUMMARY).read()))
+        ended = _ENDED.validate_python(content)
         return Summary(
-            status=_STATUS.validate_python(content["status"]),
-            error=content.get("error"),
-            steps=int(content.get("steps", 0)),
-            seconds=float(content["seconds"]),
+            status=ended.status,
+            error=ended.error,
+            steps=ended.steps,
+            seconds=ended.seconds,
             run_dir=foreign(folder).root,
             metrics=_numbers(content),
         )
@@ -197,16 +226,13 @@ def read_summary(folder: Place) -> Summary | None:
 
 def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a summary, whose names have a slash."""
-    return {
-        key: float(value)
-        for key, value in content.items()
-        if "/" in key and isinstance(value, int | float)
-    }
+    found = ((key, number_of(value)) for key, value in content.items() if "/" in key)
+    return {key: value for key, value in found if value is not None}
 
 
 def _dead_letters(path: ForeignPath) -> Iterator[RecordedDeadLetter]:
     for _, entry in json_objects(path, HELD_BYTES) if path.exists() else ():
         try:
-            yield RecordedDeadLetter(**entry)  # type: ignore[arg-type]
-        except TypeError:  # no object, or one with other fields
+            yield _LETTER.validate_python(entry)
+        except ValidationError:  # no object, or one with other fields
             continue

@@ -108,11 +108,16 @@ def learning(run: RecordedRun) -> Iterator[Chart | None]:
 
 def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
     """Accuracy by source, from the evaluation before the first step on."""
+    errors_of = dict[str, str]()  # of each source its standard error: that of its mean@n
+    for key in run.keys:
+        source, mean, _ = key.removeprefix("eval/").partition("/mean@")
+        if mean and key.startswith("eval/") and key.endswith("_stderr"):
+            errors_of.setdefault(source, key)
     for key in sorted(run.keys):
         if (found := _ACCURACY.fullmatch(key)) is None:
             continue
         points = [*_initial(run, key), *run.series(key)]
-        error = next((k for k in run.keys if _is_error_of(k, found[1])), "")
+        error = errors_of.get(found[1], "")
         by_step = dict([*_initial(run, error), *run.series(error)])
         errors = [by_step.get(step, 0.0) for step, _ in points] if by_step else None
         yield Line(found[1], points, errors)
@@ -121,11 +126,6 @@ def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
 def _initial(run: RecordedRun, key: str) -> list[tuple[int, float]]:
     """What the evaluation before training measured of the same."""
     return run.series(key.replace("eval/", "eval_initial/", 1))
-
-
-def _is_error_of(key: str, source: str) -> bool:
-    """Whether the key is the standard error of the source's accuracy: that of its mean@n."""
-    return key.startswith(f"eval/{source}/mean@") and key.endswith("_stderr")
 
 
 def staleness(run: RecordedRun) -> Iterator[Chart | None]:

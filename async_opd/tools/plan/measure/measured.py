@@ -18,6 +18,7 @@ from async_opd.config.sections.plan import PlanConfig, TrainPlan
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.json_lines import MetricsRow, metrics_rows
+from async_opd.files.numbers import number_of
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.observability.pool_report import POOLS_S, between_reports
 from async_opd.tools.plan.inputs import setting_of, slots_of
@@ -264,8 +265,8 @@ def _rows(file: ForeignPath) -> list[MetricsRow]:
 def _wall_s(file: ForeignPath) -> float | None:
     """Seconds of the whole run; None if it has not ended."""
     try:
-        return float(json.loads(file.read())["seconds"])
-    except (OSError, ValueError, KeyError):
+        return number_of(json.loads(file.read())["seconds"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

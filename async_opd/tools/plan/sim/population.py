@@ -47,8 +47,9 @@ class Population:
 
     def _draw_teachers(self) -> list[int]:
         shares = [teacher.share for teacher in self._setting.teachers]
-        groups = self._teacher_random.choice(len(shares), size=CHUNK, p=shares)
-        return [int(teacher) for teacher in np.repeat(groups, self._setting.rollout.n)]
+        n = self._setting.rollout.n
+        groups = self._teacher_random.choice(len(shares), size=math.ceil(CHUNK / n), p=shares)
+        return [int(teacher) for teacher in np.repeat(groups, n)]
 
 
 def draw(lengths: Lengths, count: int, random: np.random.Generator) -> np.ndarray:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from async_opd.accounting.admission import Admission
+from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.stages import PROMPTS, SCORED, rollouts_topic
 from async_opd.tools.plan.prediction import PoolUse, Prediction
 from async_opd.tools.plan.setting import Setting, warmup_versions
@@ -28,6 +29,8 @@ from async_opd.tools.plan.sim.trainer import SimulatedTraining
 
 MAX_SAMPLES = 400_000
 """Samples of a simulated run; the rest of a longer one is extrapolated."""
+MOST_SAMPLES = 5 * MAX_SAMPLES
+"""Samples until the rates of a setting are steady: more are refused, each takes time and memory."""
 
 
 def predict(setting: Setting, *, seed: int = 0) -> Prediction:
@@ -68,6 +71,8 @@ class SimulatedRun:
     """All parts of one simulated run."""
 
     def __init__(self, setting: Setting, seed: int, endless: bool) -> None:
+        """ConfigError for a setting with more samples than can be simulated."""
+        _refuse_too_many(setting)
         self._setting = setting
         self._clock = clock = Clock()
         self.population = population = Population(setting, seed)
@@ -150,6 +155,17 @@ class SimulatedRun:
                 for teacher in setting.teachers
             },
         )
+
+
+def _refuse_too_many(setting: Setting) -> None:
+    ahead = (setting.staleness_threshold + 2) * setting.sync_steps * setting.batch_size
+    pool, queues = setting.rollout, len(setting.teachers) + 2
+    room = (pool.replicas * pool.in_flight + queues * setting.queue_samples) * pool.n
+    samples = setting.steps * setting.batch_size + min(ahead, room)
+    if samples > MOST_SAMPLES:
+        message = f"found {setting.batch_size}: the shortest simulation has {samples:.3g} samples"
+        remedy = f"at most {MOST_SAMPLES} are simulated: plan a smaller batch, or fewer sync_steps"
+        raise ConfigError([Problem("plan", "train.batch_size", message, remedy)])
 
 
 def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tuple[PoolUse, ...]:
