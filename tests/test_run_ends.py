@@ -230,7 +230,7 @@ def test_a_run_that_completed_elsewhere_has_the_config_of_its_user_here(tmp_path
     write_run_format(tmp_path / "first")
     store = Checkpoints(tmp_path / "first/checkpoints", 2)
     Mirror(store, RunCopies.at(url), 20, 20)._sync(True)
-    assert run(second, Inputs(ROWS), resume=True) == 0
+    assert run(ready(second), resume=True) == 0
     assert (tmp_path / "second/config.yaml").read_text() == dump_config(second)
     assert (tmp_path / "second/identity.json").read_text() == identity(second, ROWS)
     refuse_other_formats(tmp_path / "second")
@@ -303,7 +303,6 @@ def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
     monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(module, "Training", Own)
     monkeypatch.setattr(module, "Text", FakeText)
-    monkeypatch.setattr(module, "resolve_device", lambda _: "cpu")
     return Own
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from async_opd import cli
+from async_opd.tools import check
 from tests.fuzz.command import TooLong, bounded, command
 
 
@@ -36,6 +36,6 @@ def test_a_bug_of_the_command_is_not_an_answer(monkeypatch: pytest.MonkeyPatch) 
     def load(*_: object) -> None:
         raise LookupError("nowhere")
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(check, "load_given", load)
     with pytest.raises(AssertionError, match="LookupError: nowhere"):
         command("check", "config.yaml")

@@ -341,7 +341,6 @@ class Living:
             patch.object(runs, "SignalHandler", self._signals),
             patch.object(runs, "LiveFile", nothing),
             patch.object(runs, "add_origin", lambda *_: None),
-            patch.object(runs, "resolve_device", lambda config: "cpu"),
             patch.object(run_log, "TraceSink", nothing),
             patch.object(trainings, "state_s", lambda config: 60.0),
             patch.object(mirrors, "state_s", lambda config: 60.0),

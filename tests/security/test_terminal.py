@@ -149,7 +149,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any) -> None:
         raise RuntimeError(f"{SHAPES['Groq']}\n{HOSTILE}") from ValueError(HOSTILE)
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "load_given", load)
 
 
 def test_a_traceback_of_the_command_line_is_whole_and_commands_nothing(

@@ -163,7 +163,7 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
     import uvloop
 
     ready = check_inputs(config, where, fetch=True, load=True)
-    config, inputs, text = ready.config, ready.inputs, Text.of(ready.config)
+    config, inputs = ready.config, ready.inputs
     for note in inputs.notes:
         notify(note)
     problems = inputs.problems or check_endpoints(
@@ -171,7 +171,7 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
     )
     if problems:
         raise ConfigError(problems)
-    config = ready.with_defaults().config
+    config, text = ready.with_defaults().config, Text.of(config)
     place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix=".probe-", dir=place)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks import adapters
+from async_opd.checks import student
 from async_opd.checks.findings import Findings
 from async_opd.config.load import load_config
 from async_opd.config.sections.train import ENGINE_RANKS, LoraConfig
@@ -27,7 +27,7 @@ def test_a_run_with_lora_has_no_problem() -> None:
 def test_missing_peft_is_found_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
+    monkeypatch.setattr(student, "find_spec", lambda name: None)
     problem = one(LORA)
     assert (problem.key, problem.remedy) == ("train.lora", "pip install 'async-opd[lora]'")
 
@@ -97,14 +97,14 @@ def test_adapters_of_a_mixture_are_merged(tmp_path: Path) -> None:
     shutil.copy(MODELS / "student" / "tokenizer.json", tmp_path)
     problems, lora = Findings("c.yaml"), config(LORA, "train.lora.sync=adapter")
     files = ModelFiles.read(str(tmp_path), weights=True)
-    adapters.check_adapters(lora, files, problems)
+    student.check_adapters(lora, files, problems)
     assert [problem.key for problem in problems.problems] == ["train.lora.sync"]
 
 
 def test_engines_that_apply_adapters_need_a_local_student_or_names_of_layers() -> None:
     def keys(*overrides: str) -> list[str]:
         problems = Findings("c.yaml")
-        adapters.check_adapters(config(LORA, *overrides), None, problems)
+        student.check_adapters(config(LORA, *overrides), None, problems)
         return [problem.key for problem in problems.problems]
 
     assert keys("train.lora.sync=adapter") == ["train.lora.sync"]
