@@ -93,7 +93,8 @@ def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> 
         refuse_mirrored(mirror)
     if resume and is_completed(run_dir):
         refuse_another(run_dir, identity(config, inputs.checked))
-        if taken:  # a completed run comes without the files that each run writes itself
+        if taken or not (run_dir / "config.yaml").exists():
+            # a completed run comes without the files that each run writes itself
             with private_files(), run_lock(run_dir):
                 _describe(run_dir, config, inputs)
         print(on_one_line(f"{run_dir} is completed already"))

@@ -6,7 +6,7 @@
                                                           rank 0 … N-1: apply ◄──────────┘
 
 The learner decides and the ranks compute (``trainer.rank``). Token weights divide by totals of the
-whole batch (``batches/reduction.py``), so that the gradient does not depend on how the batch is
+whole batch (``batches/token_weights.py``), so that the gradient does not depend on how the batch is
 split. Logits exist for one chunk of response rows at a time (``losses/chunked.py``).
 """
 

@@ -197,8 +197,12 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
         except (Changed, CheckpointError) as error:
             notes.append(f"the mirror's copy of step {step} is skipped: {error}")
             continue
-        refuse_changes(checkpoint.config, identity)
-        refuse_other_formats(partial)
+        try:
+            refuse_changes(checkpoint.config, identity)
+            refuse_other_formats(partial)
+        except ConfigError:
+            remove_tree(partial)
+            raise
         _take_end(copies, partial, step, identity, notes.append)
         _keep_roll_backs(there, run_dir, partial)
         notes += _leave(store, way)
@@ -290,7 +294,8 @@ def _take_end(
     if end is None:
         return
     try:
-        _download_end(copies, end, into, identity)
+        _download_end(copies, end, into)
+        _take_models(copies, end, into, identity)
         _replace(into, partial, "")
     except (Changed, ConfigError) as error:
         notify(f"the mirror's copy of the end is skipped, that of step {step} is taken: {error}")
@@ -305,12 +310,13 @@ def _taken_completed(copies: RunCopies, run_dir: Path, identity: str) -> list[st
     run, whose mirror would remove that end.
     """
     end, partial = copies.complete(END), run_dir / PARTIAL
-    if end is None:
+    if end is None or is_completed(run_dir):
         return []
     try:
-        _download_end(copies, end, partial, identity)
+        _download_end(copies, end, partial)
         if not _completed(partial):
             return []
+        _take_models(copies, end, partial, identity)
         if Checkpoints(run_dir / FOLDER, 1).steps():
             message = f"{copies.place} holds another run, which completed without a checkpoint"
             remedy = "name a URL of this run alone"
@@ -321,11 +327,18 @@ def _taken_completed(copies: RunCopies, run_dir: Path, identity: str) -> list[st
     return [f"the end of a completed run is taken from {copies.place}"]
 
 
-def _download_end(copies: RunCopies, end: Copy, into: Path, identity: str) -> None:
-    """ConfigError for the end of a run of another config: a completed one would be this run's."""
+def _download_end(copies: RunCopies, end: Copy, into: Path) -> None:
+    """Downloads the files of an end, without its models."""
     remove_tree(into)
-    wanted = {name for name in end.files if may_be_taken(name, None)}
-    _download(copies, end, into, lambda name: name in wanted - _models(end))
+    models = _models(end)
+    _download(copies, end, into, lambda name: may_be_taken(name, None) and name not in models)
+
+
+def _take_models(copies: RunCopies, end: Copy, into: Path, identity: str) -> None:
+    """Downloads the models of an end beside its other files, if its run has completed.
+
+    ConfigError for the end of a run of another config: a completed one would be this run's.
+    """
     try:
         found = (foreign(into) / IDENTITY).read()
     except FileNotFoundError:
@@ -335,7 +348,8 @@ def _download_end(copies: RunCopies, end: Copy, into: Path, identity: str) -> No
     refuse_changes(found, identity)
     refuse_other_formats(into)
     if _completed(into):
-        copies.download(end, into, lambda name: name in wanted & _models(end))
+        models = _models(end)
+        copies.download(end, into, lambda name: may_be_taken(name, None) and name in models)
 
 
 def _download(copies: RunCopies, copy: Copy, into: Path, wanted: Callable[[str], bool]) -> None:

@@ -91,7 +91,10 @@ def refuse_changes(before: str | bytes, now: str) -> None:
         remedy = "resume with the version that wrote it"
         raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
     except (ValueError, LookupError, TypeError, RecursionError):
-        message, remedy = "its config.json was changed or damaged", "take another run_dir"
+        message, remedy = (
+            "its record of config and data was changed or damaged",
+            "take another run_dir",
+        )
         raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
     remedy = "restore it, or start another run; docs/reliability.md lists the keys that may change"
     problems = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_opd.checks.findings import Findings
 from async_opd.config.run_config import RunConfig
@@ -13,11 +13,6 @@ from async_opd.models.adapted import linear_layers, mixture
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import OF_ATTENTION, ModelError, ModelFiles
 from async_opd.models.tokenizer import text_settings
-
-if TYPE_CHECKING:
-    from async_opd.checks.findings import Findings
-    from async_opd.config.run_config import RunConfig
-    from async_opd.models.model_files import ModelFiles
 
 REPLAYED = ("qwen3_moe",)
 """``model_type`` of students whose routers can replay (``trainer.mixtures.routing``)."""

@@ -126,7 +126,7 @@ def _files(folder: ForeignPath) -> list[ForeignPath]:
     names = [str(entry["filename"]) for entry in json.loads(content)["_data_files"]]
     for name in names:
         if "/" in name or not (folder / name).is_file():
-            raise ValueError(f"its state.json names {name[:200]!r}, which is no file of the folder")
+            raise ValueError(f"its state.json names {name[:200]!r}, not a file of the folder")
     if len(set(names)) < len(names):
         raise ValueError("its state.json names a file twice")
     return [folder / name for name in names]
@@ -207,8 +207,6 @@ def rows_and_numbers(path: ForeignPath) -> tuple[int, int]:
     Raises whatever a broken file makes pyarrow raise.
     """
     if path.suffix == ".parquet":
-        from async_opd.data.files import parquet_length
-
         return (parquet_length(path),) * 2
     rows = last = 0
     for last, _ in _lines(path):  # noqa: B007
@@ -229,8 +227,6 @@ def _entries(path: RowFile, start: int) -> Iterator[tuple[int, str | dict[str, A
 
 
 def _arrow(path: RowFile, start: int, fault: str) -> Iterator[dict[str, Any] | None]:
-    from async_opd.data.files import datasets_rows, parquet_rows
-
     try:
         if isinstance(path, Path) and path.suffix != ".parquet":
             yield from datasets_rows(ForeignPath(path, own_links=True), start)

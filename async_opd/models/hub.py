@@ -92,7 +92,7 @@ def localize(config: RunConfig, where: str) -> RunConfig:
                 snapshot_download(named.model, revision=named.revision, allow_patterns=files)
             )
         except Exception as error:  # the hub's client raises many kinds for a failed download
-            message = f"{named.model} is no directory and cannot be had from the hub: {error}"
+            message = f"{named.model} is not a directory, and its download failed: {error}"
             remedy = "check the path, or the id and the revision"
             problems.append(Problem(where, f"{named.key}.model", message, remedy))
             return None
@@ -113,7 +113,7 @@ def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str
 
     def from_cache(named: NamedModel) -> str | None:
         directory = _cached(named)
-        note = f"{named.key}.model: {named.model} is no directory and is taken for a hub id"
+        note = f"{named.key}.model: {named.model} is not a directory and is taken for a hub id"
         if directory is None:
             notes.append(
                 f"{note}; it is not in the local cache: the run can check only after the download "

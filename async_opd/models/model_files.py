@@ -79,9 +79,11 @@ class OwnCode:
 
         So do the calls that load a whole model: they say that code may not run. Those that load a
         part of it, its tokenizer or its processor may not say it. Many models that transformers has
-        itself name the code of their first authors there.
+        has itself name the code of their first authors there. A tokenizer's is read from
+        tokenizer_config.json only.
         """
-        whole = len(self.keys) == 2 and self.keys[1].startswith(("AutoConfig", "AutoModel"))
+        read = ("AutoConfig", "AutoModel", "AutoTokenizer")
+        whole = len(self.keys) == 2 and self.keys[1].startswith(read)
         return whole and self.file == "config.json"
 
 

@@ -170,6 +170,8 @@ def evaluate(
     # a teacher has to be no model that can be trained
     ready = check_inputs(alone if teacher is None else config, where, fetch=True, load=True)
     config, inputs, device = ready.config, ready.inputs, ready.device
+    for note in inputs.notes:
+        _say(note)
     alone = config if teacher is None else alone_of(config, None, teacher)
     others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
     problems = [problem for problem in inputs.problems if problem.key not in others]

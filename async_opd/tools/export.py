@@ -41,7 +41,8 @@ directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private un
 CARD, ADAPTER = "README.md", "adapter"
 PARTS = (
     *("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.spm"),
-    *("*.vocab", "*.py", "*.md", "LICENSE*", "NOTICE*"),
+    *("*.vocab", "*.py", "*.md", "LICENSE*", "LICENCE*", "COPYING*"),
+    *("NOTICE*", "Notice*", "tokenizer.model.*"),
 )
 """Names of files that a model consists of."""
 FOLDERS = ("", ADAPTER, TEMPLATES)
@@ -260,7 +261,7 @@ def _card(run: GivenRun, adapter: bool) -> str:
     card = "\n".join(lines) + "\n"
     hide = Redactor(tree)
     if hide.quotes(card):
-        message = "the run names a variable of your environment, and has its value in a text"
+        message = "a text of the run has the value of a secret variable of your environment"
         remedy = "unset the variables that its config names (*_env): a card with a hidden text"
         raise _refused("RUN_DIR", message, f"{remedy} would tell its author that it is the value")
     return hide(card)

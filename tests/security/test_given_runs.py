@@ -333,7 +333,7 @@ def test_no_card_tells_which_text_is_the_value_of_a_variable(
     forge(run_dir, change)
     said = command("export", str(run_dir), str(run_dir.parent / "out"))
     assert said.code == 2
-    assert "has its value in a text" in said.err
+    assert "has the value of a secret variable" in said.err
     assert "buildbox-417" not in said.err
     assert not (run_dir.parent / "out").exists()
 

@@ -137,6 +137,15 @@ def test_a_completed_end_of_another_config_is_no_success(here: Path, tmp_path: P
     assert not is_completed(here)
 
 
+def test_an_end_that_is_not_completed_and_of_another_config_keeps_no_run_from_beginning_again(
+    here: Path, tmp_path: Path
+) -> None:
+    other = {"summary.json": b'{"status": "failed"}'}
+    other["identity.json"] = identity(config(seed=1), ROWS).encode()
+    put(END, COMPLETED | other, tmp_path / "scratch")
+    assert take_mirrored(URL, here, IDENTITY) == []
+
+
 @pytest.mark.usefixtures("mirrored")
 def test_a_completed_end_of_another_config_is_not_put_over_a_step(
     here: Path, tmp_path: Path

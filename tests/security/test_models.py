@@ -41,7 +41,9 @@ def test_a_mistyped_directory_is_not_asked_for_on_the_hub(tmp_path: Path) -> Non
 def test_a_hub_id_is_one_and_check_says_so(tmp_path: Path) -> None:
     said = checked(tmp_path, "teachers.sort.model=somebody/sorter")
     assert said.code == 0
-    assert "teachers.sort.model: somebody/sorter is no directory and is taken for a hub" in said.out
+    assert (
+        "teachers.sort.model: somebody/sorter is not a directory and is taken for a hub" in said.out
+    )
     assert "taken for" not in checked(tmp_path).out
 
 
@@ -163,6 +165,7 @@ def test_the_first_authors_code_of_a_family_that_transformers_has_is_no_fault(
         "AutoConfig": "theirs.C",
         "AutoModel": "theirs.M",
         "AutoModelForCausalLM": "theirs.L",
+        "AutoTokenizer": "somebody/else",  # read from tokenizer_config.json only
     }
     model = with_settings(tmp_path, "config", {"auto_map": classes})
     assert checked(tmp_path, f"student.model={model}").code == 0
@@ -338,7 +341,7 @@ def test_a_folder_of_the_working_directory_is_not_taken_for_a_model_of_the_hub(
     assert localize(config, "c.yaml").student.model == str(STUDENT)
     assert asked == [("somebody/sorter", COMMIT)]
     said = checked(tmp_path, "student.model=somebody/sorter")
-    assert "student.model: somebody/sorter is no directory and is taken for a hub" in said.out
+    assert "student.model: somebody/sorter is not a directory and is taken for a hub" in said.out
     said = checked(tmp_path, "student.model=sorter")
     assert said.code == 2
     assert "no such directory: sorter" in said.err

@@ -31,7 +31,15 @@ MIN_REST_MASS = 1e-5
 
 
 def estimate_log_rest(logprobs: Float32) -> Float32:
-    """log(1 - P) [R] of a support's log-probabilities [R, k], nats."""
+    """log(1 - P) [R] of a support's log-probabilities [R, k], nats: servers do not send it.
+
+    P = Σ_i p_i over the k tokens, in float64; the result is at least log ``MIN_REST_MASS``. Each
+    p_i comes from a float32 logarithm, rounded once by the server and once in transport: P, and so
+    1 - P, has an error of about 1e-6. At ``MIN_REST_MASS`` the logarithm is off by at most 0.1
+    nats, at a mass of 1e-3 by 0.001. A smaller mass counts as ``MIN_REST_MASS``: its true logarithm
+    is lower by log(MIN_REST_MASS / mass), so that reverse KL is too small by at most the student's
+    own mass outside of the support times that. The estimate is never rounding noise alone.
+    """
     mass = np.exp(logprobs, dtype=np.float64).sum(axis=1)
     return np.asarray(np.log1p(-np.minimum(mass, 1 - MIN_REST_MASS)), dtype=np.float32)
 

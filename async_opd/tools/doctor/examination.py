@@ -13,7 +13,7 @@ from functools import partial
 
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs
-from async_opd.checks.resources import gpu_count
+from async_opd.checks.resources import gpu_count, resolve_device
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem
@@ -106,7 +106,7 @@ def examine(
     except ConfigError as error:  # the driver does not answer
         found.findings += map(of_problem, error.problems)
         return found
-    ready = Prepared(config, Inputs(), "cpu")
+    ready = Prepared(config, Inputs(), resolve_device(config, gpus))
 
     def checked() -> Iterator[Finding]:
         nonlocal ready

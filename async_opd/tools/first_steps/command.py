@@ -61,7 +61,7 @@ def packaged() -> Path:
 def refuse_folder(folder: Path) -> None:
     """ConfigError for a file, and for a folder with inputs and without their config."""
     if folder.exists() and not folder.is_dir():
-        message, remedy = f"{folder} is no directory", "name another one"
+        message, remedy = f"{folder} is not a directory", "name another one"
     elif not folder.exists() and "=" in folder.name:
         message, remedy = f"{folder} is taken for DIR", f"for a key of the config: --set {folder}"
     elif (folder / NAME).exists() and not (folder / CONFIG).exists():
@@ -131,7 +131,6 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
 
 
 def _init(given: argparse.Namespace) -> int:
-    from async_opd.core.errors import ConfigError, Problem
     from async_opd.files.safe_open import write_atomically
     from async_opd.tools.first_steps.draft import Draft
 
@@ -185,13 +184,6 @@ def _asked(question: str, default: str) -> str:
 
 def _quickstart(given: argparse.Namespace) -> int:
     from async_opd.cli import main
-    from async_opd.tools.first_steps.command import (
-        CONFIG,
-        NAME,
-        copy_to,
-        packaged,
-        refuse_folder,
-    )
 
     folder = Path(given.folder)
     config = folder / CONFIG
@@ -202,8 +194,8 @@ def _quickstart(given: argparse.Namespace) -> int:
         for path in copy_to(folder):
             print(on_one_line(f"wrote {path}"), flush=True)  # before the run's own lines
     run_dir = folder / "runs" / f"{NAME}-{time.strftime('%Y%m%d-%H%M%S')}"
-    words = ["run", str(config), "--run-dir", str(run_dir)]
-    words += [word for text in given.overrides for word in ("--set", text)]
+    words = ["run", str(config.absolute()), f"--run-dir={run_dir}"]
+    words += [f"--set={text}" for text in given.overrides]
     return main([*words, "--dry-run"] if given.dry_run else words)
 
 

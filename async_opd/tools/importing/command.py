@@ -144,7 +144,6 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 def _import(arguments: argparse.Namespace) -> int:
     """Writes the config; exit code 2 if it does not pass the check of its keys yet."""
     from async_opd.core.errors import ConfigError, Problem
-    from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
 
     target = None if arguments.output is None else Path(arguments.output)
@@ -163,9 +162,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def imported(path: Path, name: str | None = None) -> str:
     """The text of the config that the file becomes. ConfigError if the file cannot be read."""
-    from async_opd.tools.importing.command import written
     from async_opd.tools.importing.common import finish
-    from async_opd.tools.importing.draft import Draft
     from async_opd.tools.importing.frameworks import framework_of, parse
 
     parsed = parse(path)

@@ -79,7 +79,7 @@ def test_another_folder_of_the_name_is_not_written_into(tmp_path: Path) -> None:
     ("folder", "cause"),
     [
         ("train.steps=7", "--set train.steps=7"),
-        ("file", "is no directory"),
+        ("file", "is not a directory"),
         ("lacking", "exists, but quickstart.yaml beside it does not"),
     ],
 )
