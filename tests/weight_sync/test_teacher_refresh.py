@@ -45,7 +45,7 @@ class World:
         self.seen.append(f"{teacher} {version} {Path(directory).name}")
 
     def sync(self, **every: int) -> RefreshingSync:
-        copies = WeightCopies(self.directory, Path("student"), lambda: self.checkpoints)
+        copies = WeightCopies(self.directory, self.directory / "student", lambda: self.checkpoints)
         return RefreshingSync(self, every, self.save, self.load, copies, self.told.append)
 
     def loads(self) -> list[str]:
