@@ -50,7 +50,7 @@ def prepare(
 
     found = check_inputs(config, where, fetch=fetch, load=load, resume=resume)
     config, inputs = found.config, found.inputs
-    problems = [*inputs.problems, *(_loss_problems(config, where) if load else [])]
+    problems = [*inputs.problems, *(loss_problems(config, where) if load else [])]
     shown = shown_to_servers(config, inputs) if load and not problems else {}
     problems = problems or check_endpoints(config, where, shown, keys=load)
     if problems:
@@ -85,7 +85,7 @@ def check_inputs(
     return Prepared(config, inputs, inputs.device)
 
 
-def _loss_problems(config: RunConfig, where: str) -> list[Problem]:
+def loss_problems(config: RunConfig, where: str) -> list[Problem]:
     """Imports and tries the loss of a user's package; no problem for another loss."""
     if config.loss.kind != "user":
         return []

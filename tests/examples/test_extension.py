@@ -19,7 +19,7 @@ EXTENSION = ROOT / "examples" / "extension"
 
 TRAINED = """
 import json, sys
-from async_opd.api import user_loss_problems
+from async_opd.prepare import loss_problems
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
@@ -43,10 +43,10 @@ tiny = RunConfig.model_validate({
 learner = build_learner(tiny, "cpu")
 batch = [random_sample(i, 4 + i, k=6) for i in range(3)]
 print(json.dumps({
-    "problems": [str(one) for one in inputs.problems + user_loss_problems(config, "c.yaml")],
+    "problems": [str(one) for one in inputs.problems + loss_problems(config, "c.yaml")],
     "first": inputs.train[0][0].prompt,
     "uids": [row.uid for row in inputs.train[0]],
-    "refused": [str(one) for bad in wrong for one in user_loss_problems(bad, "c.yaml")],
+    "refused": [str(one) for bad in wrong for one in loss_problems(bad, "c.yaml")],
     "losses": [learner.train_batch(batch).metrics["loss/distillation"] for _ in range(8)],
 }))
 """
