@@ -38,7 +38,7 @@ def engine_kwargs(
 ) -> dict[str, Any]:
     """Arguments of ``vllm.AsyncEngineArgs`` for one replica.
 
-    ``engine.extra`` overrides all other arguments, except ``load_format`` and
+    ``engine.extra`` overrides all other arguments, except ``load_format``, ``config_format`` and
     ``trust_remote_code``; its ``hf_overrides`` are added to ours. Requests and outputs are token
     ids: only an engine that takes ``images``, the most of a prompt, loads a tokenizer, for its
     processor, which ``processor_kwargs`` are settings of. ``sleeps``: the engine shares its GPU,
@@ -52,6 +52,7 @@ def engine_kwargs(
         "seed": seed,
         "trust_remote_code": trust_remote_code,
         "load_format": "safetensors",  # never a pickle
+        "config_format": "hf",  # config.json, which was checked, and no params.json beside it
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "enable_prefix_caching": True,
@@ -66,7 +67,7 @@ def engine_kwargs(
     given = dict(engine.extra)
     if isinstance(given.get("hf_overrides"), dict):
         given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
-    fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
+    fixed = {name: kwargs[name] for name in ("load_format", "config_format", "trust_remote_code")}
     return kwargs | given | fixed
 
 

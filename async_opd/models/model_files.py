@@ -38,9 +38,12 @@ QUANTIZED = ("quantization_config", "compression_config")
 GLOBAL = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 """Keys of Gemma 4's published configs for its layers without a window, and the keys that they
 replace there. transformers writes ``per_layer_config`` instead."""
+ALIASES = "attribute_map"
+"""Key of a configuration's aliases: by one of them another key would count as ``auto_map``."""
 BACKBONE = "backbone"
 """Key of a model of a hub or of timm, at any depth of a config.json: transformers would ask there
 for its configuration. The settings of a backbone, in ``backbone_config``, are the model's own."""
+MOST_LAYERS = 10_000
 LONGEST_KEY = 60
 """Characters of a key in a message."""
 WITH_CODE = (
@@ -181,7 +184,8 @@ class ModelFiles:
     def redirects(self) -> list[str]:
         """Keys, each after its file, that make an engine load another model in its place."""
         found = [f"config.json: {key}" for key in REDIRECTS if self.config.get(key) is not None]
-        named = (keys for keys, one in _named(self.config, BACKBONE) if isinstance(one, str))
+        named = [keys for keys, one in _named(self.config, BACKBONE) if isinstance(one, str)]
+        named += [keys for keys, _ in _named(self.config, ALIASES)]
         found += [f"config.json: {'.'.join(keys)}" for keys in islice(named, 3)]
         return found if self.base is None else [*found, f"{ADAPTER}: {BASE}"]
 
@@ -209,13 +213,18 @@ def sees(model: str) -> bool:
 def _own_code(path: Path) -> Iterator[OwnCode]:
     """Every class that an ``auto_map`` of a model's files names. Raises what ``read_json`` does."""
     for file in WITH_CODE:
-        for keys, found in _named(read_json(path / file), "auto_map"):
+        tree = read_json(path / file)
+        parts = {keys[:-1]: one for keys, one in _named(tree, "_name_or_path")}
+        for keys, found in _named(tree, "auto_map"):
             named = found if isinstance(found, Mapping) else {"": found}
+            # transformers takes the code of a part from the repository that the part names
+            place = f"{parts[keys[:-1]]}--" if keys[1:] and parts.get(keys[:-1]) else ""
             for kind, classes in named.items():
                 of_kind = (*keys, kind[:LONGEST_KEY]) if kind else keys
                 for one in classes if isinstance(classes, list) else [classes]:
                     if one is not None:
-                        yield OwnCode(file, of_kind, str(one))
+                        name = str(one) if "--" in str(one) else f"{place}{one}"
+                        yield OwnCode(file, of_kind, name)
 
 
 def _named(
@@ -263,6 +272,9 @@ def layers_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ``settings``: the text settings of a config.json. Empty if they have no number of layers.
     """
     count = settings.get("num_hidden_layers") or settings.get("n_layer")
+    if isinstance(count, int) and count > MOST_LAYERS:
+        message = f"config.json has {count} layers, at most {MOST_LAYERS} are supported"
+        raise ModelError(message, "check num_hidden_layers")
     own, kinds = settings.get("per_layer_config"), settings.get("layer_types")
     if not isinstance(own, Mapping) and isinstance(kinds, list):
         wide = {ours: settings[theirs] for theirs, ours in GLOBAL.items() if settings.get(theirs)}

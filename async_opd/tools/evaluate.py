@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from async_opd.config.overrides import TRUST, add_overrides, add_trust
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
+from async_opd.config.sections.rollout import StudentConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.printable import escaped, indented, on_one_line
@@ -104,15 +105,20 @@ def alone_of(config: RunConfig, model: str | None, teacher: str | None) -> RunCo
             raise _refused("--teacher", f"{teacher} is a server that others run", remedy)
         section = found
         model = config.teacher_model(teacher)
-    student = config.student.model_copy(
-        update={"model": config.student.model if model is None else _model_in(model)}
-    )
+    student = config.student if model is None else _student_of(config, section, model)
     engines = {"engine": section.engine, "tensor_parallel": section.tensor_parallel}
     rollout = config.rollout.model_copy(update={**engines, "placement": "dedicated", "with_": None})
     evaluation = config.eval.model_copy(update={"replicas": section.replicas, "teachers": False})
     train = config.train.model_copy(update={"lora": None})
     parts = {"student": student, "rollout": rollout, "eval": evaluation, "train": train}
     return config.model_copy(update=parts)
+
+
+def _student_of(config: RunConfig, section: Any, model: str) -> StudentConfig:
+    """The student's section with a model; a teacher's has the trust that the teacher has."""
+    own = ("trust_remote_code", "revision", "processor_kwargs")
+    its = {name: getattr(section, name) for name in own if hasattr(section, name)}
+    return config.student.model_copy(update={**its, "model": _model_in(model)})
 
 
 def _model_in(target: str) -> str:

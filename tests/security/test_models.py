@@ -172,6 +172,42 @@ def test_the_first_authors_code_of_a_family_that_transformers_has_is_no_fault(
 
 
 @pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (
+            {"attribute_map": {"theirs": "auto_map"}, "theirs": {"AutoModel": "a/b--m.M"}},
+            "attribute_map",
+        ),
+        ({"text_config": {"attribute_map": {"theirs": "auto_map"}}}, "text_config.attribute_map"),
+    ],
+)
+def test_aliases_of_keys_are_refused_also_of_a_trusted_model(
+    tmp_path: Path, content: dict[str, Any], key: str
+) -> None:
+    model = with_settings(tmp_path, "config", content)
+    said = checked(tmp_path, f"student={{model: {model}, trust_remote_code: true}}")
+    assert said.code == 2
+    assert f"has config.json: {key}: engines would load another" in said.err
+
+
+def test_the_code_of_a_part_is_that_of_the_repository_which_the_part_names(tmp_path: Path) -> None:
+    part = {"_name_or_path": "somebody/else", "auto_map": {"AutoModel": "modeling.M"}}
+    model = with_settings(tmp_path, "config", {"vision_config": part})
+    said = checked(tmp_path, f"teachers.sort={{model: {model}, trust_remote_code: true}}")
+    assert said.code == 2
+    assert "vision_config.auto_map.AutoModel takes 'somebody/else--modeling.M'" in said.err
+
+
+def test_a_model_with_more_layers_than_any_is_refused_before_they_are_counted(
+    tmp_path: Path,
+) -> None:
+    model = with_settings(tmp_path, "config", {"num_hidden_layers": 10**9})
+    said = checked(tmp_path, f"student.model={model}")
+    assert said.code == 2
+    assert "1000000000 layers, at most 10000" in said.err
+
+
+@pytest.mark.parametrize(
     "extra",
     [
         {"trust_remote_code": True},
@@ -182,6 +218,11 @@ def test_the_first_authors_code_of_a_family_that_transformers_has_is_no_fault(
         {"model_loader_extra_config": '{"Load_Format": "auto"}'},
         {"load-format": "pt"},
         {"model": "somebody/else"},
+        {"speculative_config": {"model": "somebody/draft"}},
+        {"speculative_config": '{"model": "somebody/draft"}'},
+        {"tokenizer": "somebody/else"},
+        {"hf_overrides": '{"trust\\u005fremote_code": true}'},
+        {"config_format": "mistral"},
         {"hf_config_path": "somebody/else"},
         {"revision": "main"},
         {"mm_processor_kwargs": {"size": {"longest_edge": 784}}},
@@ -205,10 +246,12 @@ def test_settings_of_a_processor_trust_no_code(tmp_path: Path, section: str) -> 
 
 def test_an_engine_reads_safetensors_whatever_stands_in_extra() -> None:
     extra = {"load_format": "pt", "trust_remote_code": True, "max_logprobs": 5}
+    extra["config_format"] = "mistral"
     engine = EngineConfig.model_construct(**{**EngineConfig().model_dump(), "extra": extra})
     bare: dict[str, Any] = {"device": "cpu", "tensor_parallel": 1, "seed": 0}
     found = engine_kwargs(engine, model="m", trust_remote_code=False, **bare)
     assert (found["load_format"], found["trust_remote_code"]) == ("safetensors", False)
+    assert found["config_format"] == "hf"
     assert found["max_logprobs"] == 5
 
 

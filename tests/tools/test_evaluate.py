@@ -114,6 +114,14 @@ def test_a_run_directory_stands_for_its_final_model(tmp_path: Path) -> None:
     assert alone_of(config, str(tmp_path), None).student.model == str(tmp_path / "model")
 
 
+def test_a_teacher_has_the_trust_of_its_own_section() -> None:
+    config = load_config(EXAMPLE)
+    student = config.student.model_copy(update={"trust_remote_code": True})
+    alone = alone_of(config.model_copy(update={"student": student}), None, "sort")
+    assert alone.student.model == config.teacher_model("sort")
+    assert not alone.student.trust_remote_code
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
@@ -47,6 +49,8 @@ class EngineConfig(Section):
             )
         if _mentions(value, "load_format"):
             raise ValueError("no load_format here: weights are read from safetensors only")
+        if named := sorted({"model", "tokenizer"} & set(_keys(value))):
+            raise ValueError(f"no {named[0]} here: engines load what was checked, at any depth")
         names = {_normalized(name) for name in value}
         if owned := sorted(OWNED & names):
             raise ValueError(f"no {owned[0]} here: the model is named in its own section")
@@ -65,7 +69,7 @@ class EngineConfig(Section):
         return value
 
 
-OWNED = {"model", "revision", "code_revision", "hf_config_path"}
+OWNED = {"model", "revision", "code_revision", "hf_config_path", "config_format"}
 """Arguments of vLLM that would load other files than those that were checked."""
 
 FIXED = {
@@ -93,7 +97,28 @@ def _mentions(value: Any, name: str) -> bool:
         return any(_mentions(one, name) for pair in value.items() for one in pair)
     if isinstance(value, list | tuple):
         return any(_mentions(one, name) for one in value)
-    return isinstance(value, str) and name in _normalized(value)
+    if isinstance(value, str) and name not in _normalized(value):
+        return any(name in key for key in _keys(_parsed(value)))
+    return isinstance(value, str)
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """All keys at any depth, normalized; also of JSON in texts."""
+    if isinstance(value, str):
+        value = _parsed(value)
+    if isinstance(value, dict):
+        yield from map(_normalized, value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in parts:
+        yield from _keys(one)
+
+
+def _parsed(text: str) -> Any:
+    """What vLLM would make of a text; None if it is not JSON."""
+    try:
+        return json.loads(text) if text.lstrip().startswith(("{", "[")) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _normalized(name: str) -> str:

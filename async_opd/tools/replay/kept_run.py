@@ -108,7 +108,11 @@ def _config(run_dir: Path, steps: Sequence[KeptRecords], trusted: bool) -> RunCo
     if changed:
         cause = f"the run was resumed with other settings of {', '.join(changed)} in between"
         raise _refused(run_dir, cause, "name a step before or a later one")
-    return given_config(run_dir, trusted, trees[-1], replayed=True)
+    config, kept = given_config(run_dir, trusted, trees[-1], replayed=True), len(steps[-1].paths)
+    if config.train.ranks != kept:  # each would be a process
+        cause = f"its config has {config.train.ranks} ranks, and {kept} have kept the step"
+        raise _refused(run_dir, cause, "take the run's own config.yaml")
+    return config
 
 
 def _complete(files: Sequence[KeptFile]) -> bool:
