@@ -125,15 +125,19 @@ class ModelFiles:
             message = f"{path} lacks weights that its index names: {', '.join(lacking)}"
             raise ModelError(message, "copy the missing files")
         try:
+            config = read_json(path / "config.json")
+            layers_of(text_settings(config))
             return cls(
                 path=path,
-                config=read_json(path / "config.json"),
+                config=config,
                 tokenizer=read_json(path / "tokenizer.json"),
                 tokens=Text(path).size,
                 eos=eos_ids(path),
                 base=_text(read_json(path / ADAPTER).get(BASE)),
                 code=tuple(_own_code(path)),
             )
+        except ModelError:
+            raise
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(
                 f"{path} cannot be read: {type(error).__name__}: {error}", "save the model again"

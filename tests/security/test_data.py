@@ -77,7 +77,7 @@ def test_a_url_of_an_image_is_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_folder_are_not_opened(hostile: Path) -> None:
-    with pytest.raises(SourceError, match=r"names '\.\./outside\.arrow', which is no file of the"):
+    with pytest.raises(SourceError, match=r"names '\.\./outside\.arrow', not a file of the"):
         read(hostile / "escaping")
 
 
