@@ -84,7 +84,7 @@ def test_who_was_not_killed_generates_on(survived: Run) -> None:
 def test_the_sync_names_who_did_not_answer(survived: Run) -> None:
     log = (survived.directory / "run.log").read_text()
     (line,) = (line for line in log.splitlines() if "student/1 is ejected" in line)
-    assert re.search(r"student/0…[12] took longer than 8 s", line)  # 2: it may be back by then
+    assert re.search(r"student/0…[12] took longer than 8(\.\d+)? s", line)  # 2: it is back
 
 
 def test_the_sync_is_made_again_and_the_run_completes(survived: Run) -> None:
