@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,7 +18,7 @@ from typing import IO, Any
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.foreign import ForeignPath, Place, foreign
-from async_opd.files.safe_open import make_folder, regular_file
+from async_opd.files.safe_open import make_folder, refuse_link, regular_file
 
 CHUNK = 8 << 20
 """Bytes that are read and written at once."""
@@ -84,6 +85,14 @@ class RemoteFile:
         given = ForeignPath(Path(os.path.realpath(path.removesuffix(f"/{within}"))))
         return given / within if within else given
 
+    def _without_links(self, local: ForeignPath) -> Path:
+        """The place, to be written or removed. OSError for a link between the given URL and it."""
+        place = Path(str(local))
+        depth = len(PurePosixPath("/".join(self._below)).parts)
+        for folder in place.parents[: max(depth - 1, 0)]:
+            refuse_link(folder)
+        return place
+
     def connect(self) -> None:
         """OSError if no package for this kind of URL is installed. Most stores are not asked."""
         _ = self._place
@@ -111,7 +120,7 @@ class RemoteFile:
                 return opened
             if "r" in mode:
                 return local.open(mode, encoding)
-            written = Path(str(local))
+            written = self._without_links(local)
             make_folder(written.parent)
             return open(written, mode, encoding=encoding, opener=regular_file)
 
@@ -165,8 +174,14 @@ class RemoteFile:
         files, path = self._place
         with only_os_errors(self.url):
             files.invalidate_cache()
+            local = self._local
             try:
-                files.rm(path, recursive=True)
+                if local is None:
+                    files.rm(path, recursive=True)
+                elif (place := self._without_links(local)).is_dir() and not place.is_symlink():
+                    shutil.rmtree(place)
+                else:
+                    place.unlink()
             except FileNotFoundError:
                 return
 

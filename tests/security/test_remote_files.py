@@ -111,3 +111,25 @@ def test_a_folder_that_a_url_names_itself_may_be_a_link(bucket: Path) -> None:
     (bucket.parent / "link").symlink_to(bucket)
     (RemoteFile(f"file://{bucket.parent}/link") / "new" / "a").write(b"1")
     assert (RemoteFile(f"file://{bucket.parent}/link") / "new" / "a").read(9) == b"1"
+
+
+def test_nothing_is_written_or_removed_below_a_folder_that_is_a_link(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    theirs = tmp_path / "theirs"
+    (theirs / "files.json").mkdir(parents=True)
+    (theirs / "a.json").write_bytes(PRIVATE)
+    (tmp_path / "bucket" / "step_1").symlink_to(theirs)
+    step = RemoteFile(f"file://{tmp_path}/bucket") / "step_1"
+    for use in ((step / "files.json").remove, lambda: (step / "b/a.json").write(b"x")):
+        with pytest.raises(OSError, match="symbolic"):
+            use()
+    assert sorted(path.name for path in theirs.iterdir()) == ["a.json", "files.json"]
+
+
+def test_a_link_in_the_place_of_a_copy_is_removed_without_its_target(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "bucket" / "step_1").symlink_to(tmp_path / "theirs")
+    (RemoteFile(f"file://{tmp_path}/bucket") / "step_1").remove()
+    assert not (tmp_path / "bucket" / "step_1").is_symlink()
+    assert (tmp_path / "theirs").is_dir()
