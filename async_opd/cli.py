@@ -22,6 +22,8 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted by a signal"
 BUG = f""", which is a bug of async_opd {__version__}
     → report it with the lines above, the command and the config"""
+PANIC = "PanicException"
+"""The name of what a library in Rust raises for a bug of its own; it is not an Exception."""
 ABOUT = """\
 Trains a student model on its own rollouts, scored by one or more teachers: rollouts, scoring and
 training run at the same time, on GPUs of their own.
@@ -105,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as error:  # libraries quote their input: secrets, and a terminal's commands
+    except BaseException as error:  # libraries quote their input: secrets, a terminal's commands
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
         write_stderr(indented(arguments.redacted(traceback.format_exc())))
         write_stderr(f"failed: {type(error).__name__}{BUG}")
         return FAILED

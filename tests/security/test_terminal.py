@@ -177,6 +177,20 @@ def test_an_error_that_is_not_expected_ends_with_how_to_report_it(
     assert words in capsys.readouterr().err
 
 
+def test_a_panic_of_a_library_in_rust_is_an_error_that_is_not_expected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class PanicException(BaseException):  # noqa: N818
+        """As pyo3 has it, which no module exports."""
+
+    def load(*_: Any) -> None:
+        raise PanicException(HOSTILE)
+
+    monkeypatch.setattr(cli, "load_given", load)
+    assert cli.main(["run", "config.yaml"]) == cli.FAILED
+    assert commands(capsys.readouterr().err) == []
+
+
 GRADER = """
 import os, subprocess, sys
 
