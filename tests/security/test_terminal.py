@@ -180,7 +180,7 @@ def test_an_error_that_is_not_expected_ends_with_how_to_report_it(
 def test_a_panic_of_a_library_in_rust_is_an_error_that_is_not_expected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class PanicException(BaseException):  # noqa: N818
+    class PanicException(BaseException):
         """As pyo3 has it, which no module exports."""
 
     def load(*_: Any) -> None:
