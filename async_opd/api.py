@@ -22,7 +22,7 @@ __all__ = ["Callback", "Summary", "distil"]
 
 
 class Callback:
-    """What a run calls, on its event loop: a method that takes long delays the run.
+    """Methods that a run calls on its event loop: a slow one delays the run.
 
     An error of a method ends the run as failed, with the error as its cause. Methods that are not
     overridden do nothing.
@@ -57,7 +57,7 @@ class CallbackSink(Sink):
         self.error: str | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises what a callback raises, or has raised when it was told of a checkpoint."""
+        """Raises what a callback raises, or has raised for a checkpoint."""
         self._raise()
         self._each(lambda one: one.on_row(step, metrics))
         if is_evaluation(metrics):

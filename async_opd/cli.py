@@ -23,7 +23,7 @@ EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupt
 BUG = f""", which is a bug of async_opd {__version__}
     → report it with the lines above, the command and the config"""
 PANIC = "PanicException"
-"""The name of what a library in Rust raises for a bug of its own; it is not an Exception."""
+"""The name of what a library in Rust raises for a bug in the library; it is not an Exception."""
 ABOUT = """\
 Trains a student model on its own rollouts, scored by one or more teachers: rollouts, scoring and
 training run at the same time, on GPUs of their own.

@@ -40,7 +40,7 @@ class Prepared:
 def prepare(
     config: RunConfig, where: str, *, fetch: bool = True, load: bool = True, resume: bool = False
 ) -> Prepared:
-    """What a run starts with: its config has a number of steps and all defaults.
+    """The config with a number of steps and all defaults, its rows and its device.
 
     Flags as for ``check_inputs``. Servers of teachers are asked: with ``load`` they get their keys
     and prompts with images, else a text of ours. ConfigError with all problems of the config,
@@ -67,7 +67,7 @@ def check_inputs(
     resume: bool = False,
     gpus: int | None = None,
 ) -> Prepared:
-    """The config as given, with what there is to say against it in ``inputs.problems``.
+    """The config as given, its rows and its device; its problems are in ``inputs.problems``.
 
     ``fetch``: models and data are downloaded, and stand in the config as paths; a cluster to join
     is asked whether it has GPUs, where ``cluster.device`` does not say. ``load``: code that the

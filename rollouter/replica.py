@@ -74,7 +74,7 @@ WAITS = {
     "gpu": "its GPU, which others use",
     "prompts": "prompts (admission)",
 }
-"""What a replica that computes nothing waits for: ``wait_<cause>_s``, and in words."""
+"""Causes for which a replica computes nothing: the key ``wait_<cause>_s``, and in words."""
 
 
 def cause_of(*, paused: bool, asleep: bool) -> str:

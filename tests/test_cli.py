@@ -85,6 +85,15 @@ def test_a_run_loads_no_other_command(words: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
+def test_a_config_is_read_without_libraries_of_data() -> None:
+    code = (
+        "import sys; from async_opd.config import run_config;"
+        "print([m for m in ('numpy', 'pyarrow', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_check_imports_neither_torch_nor_ray_nor_vllm() -> None:
     code = (
         "import sys; from async_opd.cli import main; main(sys.argv[1:]);"

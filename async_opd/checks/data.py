@@ -338,7 +338,7 @@ class DataChecks:
 
         ``spelled`` counts prompts that spell special tokens, as data does whose chat template is
         applied already. In place of an image are as many placeholders as it has tokens at most.
-        Rows with images are left out if the student does not see, which is a problem of its own.
+        Rows with images are left out if the student reads text only: another check reports that.
         """
         for row in rows:
             if row.images and not (self.sees and sees(self.config.student.model)):

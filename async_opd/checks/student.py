@@ -18,7 +18,7 @@ REPLAYED = ("qwen3_moe",)
 """``model_type`` of students whose routers can replay (``trainer.mixtures.routing``)."""
 
 
-ALIBI, RECURRENT = "adds ALiBi in an attention of its own", "passes on a recurrent state"
+ALIBI, RECURRENT = "adds ALiBi in its attention", "passes on a recurrent state"
 REASONS = {
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma"), RECURRENT),
@@ -31,7 +31,7 @@ starts (``trainer.student.attention_choice``)."""
 
 
 def check_seeing_student(config: RunConfig, student: ModelFiles | None, found: Findings) -> None:
-    """Reports settings that do not go with a student that sees, or need one."""
+    """Reports settings that do not go with a VLM student, or need one."""
     if student is None:
         return
     sees = student.config.get("vision_config") is not None
@@ -41,7 +41,7 @@ def check_seeing_student(config: RunConfig, student: ModelFiles | None, found: F
 
 def _of_seeing(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, message and remedy."""
-    train, sees = config.train, "with a student that sees"
+    train, sees = config.train, "with a VLM student"
     if train.context_parallel > 1:
         why = "ranks share rows by tokens, and the tokens of an image come from one tower"
         message = f"found {train.context_parallel} {sees}: {why}"
@@ -127,7 +127,7 @@ def check_adapters(config: RunConfig, student: ModelFiles | None, found: Finding
         message = f"{lora.rank}: engines apply adapters up to rank {ENGINE_RANKS[-1]}"
         found.add("train.lora.rank", message, "lower it, or set train.lora.sync to merged")
     if lora.sync == "adapter" and lora.targets == "all-linear" and student is None:
-        message = "adapter: engines are told the names of layers, which are read from local files"
+        message = "adapter: engines get the names of layers, which are read from local files"
         found.add(
             "train.lora.sync", message, "a local student.model, train.lora.targets, or merged"
         )

@@ -10,7 +10,7 @@ SPARE_BYTES = 1 << 30
 
 
 def without_space(needed: int, place: Path) -> str | None:
-    """The figures if there is no space for so many bytes at a place, which need not exist yet.
+    """The figures if the disk lacks space for so many bytes at a place, which need not exist yet.
 
     OSError if the disk cannot be asked.
     """

@@ -78,7 +78,7 @@ class OwnCode:
 
     @property
     def unused(self) -> bool:
-        """Whether transformers takes a class of its own instead, or none, if code is not trusted.
+        """Whether transformers takes one of its classes instead, or none, if code is not trusted.
 
         So do the calls that load a whole model: they say that code may not run. Those that load a
         part of it, its tokenizer or its processor may not say it. Many models that transformers has

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_opd.config.overrides import TRUST, add_overrides, add_trust
+from async_opd.config.overrides import TRUST, add_overrides, add_trust, load_given
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.config.sections.rollout import StudentConfig
@@ -63,14 +63,13 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(given: argparse.Namespace) -> int:
     from async_opd.checkpoint.store import MANIFEST
-    from async_opd.config.load import load_config
 
     words = [*([] if given.model is None else [given.model]), *given.overrides]
     models = [word for word in words if "=" not in word or Path(word).exists()]
     if len(models) > 1:
         raise _refused("MODEL", f"found {', '.join(models)}", "name one model")
-    config = load_config(given.config, [word for word in words if word not in models])
-    given.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+    given.overrides = [word for word in words if word not in models]
+    config = load_given(given)
     out = Path(given.out or f"runs/{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}")
     model = models[0] if models else None
     if model is not None and config.student.trust_remote_code and not given.trust_remote_code:
@@ -176,8 +175,9 @@ def evaluate(
     # a teacher has to be no model that can be trained
     ready = check_inputs(alone if teacher is None else config, where, fetch=True, load=True)
     config, inputs, device = ready.config, ready.inputs, ready.device
+    redacted = Redactor(config.model_dump(mode="json", by_alias=True))
     for note in inputs.notes:
-        _say(note)
+        _say(redacted(note))
     alone = config if teacher is None else alone_of(config, None, teacher)
     others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
     problems = [problem for problem in inputs.problems if problem.key not in others]

@@ -55,7 +55,7 @@ END_BYTES = 64
 
 @dataclass(frozen=True)
 class News:
-    """What a run has written since the last look.
+    """Lines that a run has written since the last look.
 
     ``again``: the rows begin with the run's first one, whatever came before.
     """
@@ -76,7 +76,7 @@ class FollowedRun:
         self._log = FollowedLines(foreign(folder) / RUN_LOG)
 
     def look(self) -> News:
-        """What is new; at most ``READ_BYTES`` of each file. OSError if one cannot be read."""
+        """The new lines; at most ``READ_BYTES`` of each file. OSError if one cannot be read."""
         again, rows = self._metrics.read()
         _, lines = self._log.read()
         found = (metrics_row(line) for line in rows if line.strip())
@@ -92,7 +92,7 @@ class FollowedLines:
         self._end = b""  # the last bytes that were read, in front of ``_at``
 
     def read(self) -> tuple[bool, list[str]]:
-        """Whether the lines read before are no longer there, and the next ones. OSError."""
+        """Whether the lines read before are gone, and the next ones. OSError."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:

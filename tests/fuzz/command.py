@@ -32,7 +32,7 @@ class Said:
 
 
 def command(*arguments: str) -> Said:
-    """Runs ``async_opd ARGUMENTS``. AssertionError if it ends with a bug of its own."""
+    """Runs ``async_opd ARGUMENTS``. AssertionError if it ends with a bug of async_opd."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), bounded():
         try:

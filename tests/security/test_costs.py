@@ -1,4 +1,4 @@
-"""What a stranger's file can make a command do: work grows with the file, and not with its square.
+"""Work that a stranger's file causes grows with the file, and not with its square.
 
 The sizes are such that the work of a square takes hours.
 """

@@ -110,7 +110,7 @@ def test_a_row_that_is_too_large_is_refused_with_its_number(hostile: Path) -> No
 
 
 def test_a_small_file_does_not_become_much_memory_at_once(hostile: Path) -> None:
-    from async_opd.data.files import parquet_rows
+    from async_opd.data.arrow_rows import parquet_rows
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert sum(len(row["long"]) for row in parquet_rows(hostile / "repeated.parquet")) == MANY << 20
@@ -151,7 +151,7 @@ def test_a_long_value_of_many_rows_is_not_held_once_for_each(tmp_path: Path, sto
     import pyarrow
     import pyarrow.parquet
 
-    from async_opd.data.files import parquet_rows
+    from async_opd.data.arrow_rows import parquet_rows
 
     places = pyarrow.array([0] * 64, pyarrow.int32())
     values = pyarrow.DictionaryArray.from_arrays(places, pyarrow.array(["x" * (8 << 20)]))

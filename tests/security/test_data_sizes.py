@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.data import arrow_sizes
+from async_opd.data.arrow_rows import parquet_rows
 from async_opd.data.arrow_sizes import (
     ABOUT,
     COLUMNS,
@@ -29,7 +30,7 @@ from async_opd.data.arrow_sizes import (
     size_of,
 )
 from async_opd.data.fields import MAX_ROW_BYTES
-from async_opd.data.files import FileSource, parquet_rows
+from async_opd.data.files import FileSource
 from tests.security.hostile_data import GOOD, datasets_folder
 
 MANY = MAX_ROW_BYTES + 1

@@ -37,7 +37,7 @@ READERS = (
 OTHERS = {
     "async_opd/checkpoint/earlier_run.py: _replace": "files that this process has downloaded",
     "async_opd/checkpoint/store.py: _refuse_other_files": "a checkpoint that is being written",
-    "async_opd/data/files.py: _batches": "the name of a file that is held open",
+    "async_opd/data/arrow_rows.py: _batches": "the name of a file that is held open",
     "async_opd/observability/live/live_file.py: started_at": "/proc",
     "async_opd/microscope/record.py: from_bytes": "bytes in memory",
     "async_opd/observability/loggers/environment.py: cpu_name": "/proc",

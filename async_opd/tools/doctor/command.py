@@ -69,14 +69,16 @@ def _doctor(given: argparse.Namespace) -> int:
             early = "" if given.json else _lines(found.findings, found.prompts)
             print(given.redacted(early), end="", flush=True)  # engines take minutes
             shown = 0 if given.json else len(found.findings)
-            _start(config, given.config, found)
+            _start(config, given.config, found, given.redacted)
     prompts = [] if shown else found.prompts
     rest = _lines(found.findings[shown:], prompts) + _summary(found)
     print(_document(found, given.redacted) if given.json else given.redacted(rest))
     return WORKS if found.works else COULD_NOT
 
 
-def _start(config: RunConfig, where: str, found: Examination) -> None:
+def _start(
+    config: RunConfig, where: str, found: Examination, redacted: Callable[[str], str]
+) -> None:
     """Adds what the engines show, unless a run could not start them."""
     from async_opd.tools.doctor.engines import run_engines
 
@@ -84,7 +86,7 @@ def _start(config: RunConfig, where: str, found: Examination) -> None:
 
     def say(text: str) -> None:
         if text not in shown:
-            write_stderr(indented(text))
+            write_stderr(indented(redacted(text)))
 
     if found.works:
         found.add("engines", lambda: run_engines(config, where, say))

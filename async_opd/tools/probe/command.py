@@ -53,16 +53,16 @@ def _probe(given: argparse.Namespace) -> int:
         message = f"found {given.prompts}, a probe asks at least 1"
         raise ConfigError([Problem("command line", "--prompts", message, "name a number")])
     config = load_given(given)
-    measured = run_engines(config, given.config, given.prompts, _say)
+
+    def say(text: str) -> None:
+        write_stderr(indented(given.redacted(text)))
+
+    measured = run_engines(config, given.config, given.prompts, say)
     pairs = [figures_of(one) for one in measured]
     judged = verdicts(pairs)
     text = _document(pairs, judged) if given.json else "\n".join(_lines(pairs, judged))
     print(given.redacted(text))
     return 0
-
-
-def _say(text: str) -> None:
-    write_stderr(indented(text))
 
 
 def _document(pairs: Sequence[PairFigures], judged: Sequence[Judgement]) -> str:
