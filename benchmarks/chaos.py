@@ -3,7 +3,7 @@
     python -m benchmarks.chaos --minutes M --seed S [--every 30] [--out DIR] [a.b.c=value …]
 
 Two runs of the quickstart (two student replicas; ``eval.every=0``). The first is left alone for a
-sixth of M minutes, at least half a minute, and says how long a step takes. The second has as many
+sixth of M minutes, at least ten seconds, and says how long a step takes. The second has as many
 steps as train in 0.6 M minutes undisturbed, which take about M minutes. Every ``--every`` seconds
 one process of it, drawn at random, is killed (-9) or, one in six, stopped (SIGSTOP): a student's or
 a teacher's engine or actor, the scorer, the queue, the trainer. Nothing is killed while the victim
@@ -234,7 +234,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     overrides = ("train.warmup_steps=1", *args.overrides)
-    step_s = undisturbed(out, max(args.minutes / 6, 0.5), overrides)
+    step_s = undisturbed(out, max(args.minutes / 6, 1 / 6), overrides)
     print(f"undisturbed: {step_s:.2f} s a step; runs in {out}", flush=True)
     steps = max(2, round(60 * args.minutes * EXPECTED_RATIO / step_s))
     result = disturbed(out, steps, args.seed, args.every, overrides)

@@ -29,7 +29,7 @@ VOCABULARY = "mistral_instruct_tokenizer_240323.model.v3"
 LAYERS, REMOVED = 8, (1, 2, 3, 4)
 WINDOW = 96
 """Tokens of a sequence, in training and in the measurement."""
-STEPS, BATCH, LR = 450, 12, 3e-3
+STEPS, BATCH, LR = 240, 12, 3e-3
 NEGATIVES = 4096
 PROMPT_WORDS, PROMPTS = 16, 3000
 EOS = 2

@@ -55,7 +55,7 @@ class Case:
 QUICK = "train.steps=2 train.batch_size=8 train.warmup_steps=0 eval.max_prompts=4 eval.before=false"
 CASES = {
     "balancer": Case("--repeats 1 --replicas 2 --requests 40 --decisions 10000", "ray"),
-    "chaos": Case("--minutes 0.5 --every 20 --out {}", "engines"),
+    "chaos": Case("--minutes 0.3 --every 10 --out {}", "engines"),
     "checkpoint": Case("--layers 1 --rounds 1"),
     "freshness": Case("--syncs 1 --steps 9", "engines"),
     "gpu.all": Case("--device cpu --out {}"),

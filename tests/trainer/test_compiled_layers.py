@@ -161,16 +161,8 @@ def test_inductors_kernels_have_them_on_one_rank_and_on_two(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_two_copies_on_two_ranks_each_have_those_of_one_with_eager_layers(tmp_path: Path) -> None:
-    cases = ["all kept", "parameters in host memory"]
+    cases = ["all kept", "adapters", "parameters in host memory"]
     for name, (found, notes) in on_ranks(cases, TRACED, tmp_path / "found.pt", 4, 2).items():
-        assert close(found, found_by(rank_of(name))[0]), name
-        assert notes == []
-
-
-@pytest.mark.long
-def test_two_ranks_with_compiled_layers_have_those_of_one_with_eager_ones(tmp_path: Path) -> None:
-    cases = ["adapters", "parameters in host memory"]
-    for name, (found, notes) in on_ranks(cases, TRACED, tmp_path / "found.pt").items():
         assert close(found, found_by(rank_of(name))[0]), name
         assert notes == []
 
