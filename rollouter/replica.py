@@ -330,7 +330,7 @@ class StudentReplica:
         self._computed += tokens
 
     async def progress(self) -> Progress:
-        """See teachers.time_sharing.GpuHost."""
+        """See async_opd.sharing.time_sharing.GpuHost."""
         return Progress(self._computed, self._pending_tokens)
 
     # ── supervision ────────────────────────────────────────────────────────────────────────────

@@ -32,11 +32,11 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, rollouts_topic
 from async_opd.processes.events import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
+from async_opd.sharing.backlog import ScoreBacklog
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.stage_calls import StageCalls
 from async_opd.waiting.waits import Waits
-from teachers.backlog import ScoreBacklog
 from teachers.meter import IDLE
 from teachers.offload import offload
 from teachers.pool import ScoreResult, TeacherPool
@@ -155,7 +155,7 @@ class ScorerStage:
     # ── time sharing ───────────────────────────────────────────────────────────────────────────
 
     async def wait_asleep(self, host: str) -> None:
-        """See teachers.time_sharing.GpuGuests."""
+        """See async_opd.sharing.time_sharing.GpuGuests."""
         await self._calls.run(self._wait_asleep(host))
 
     async def _wait_asleep(self, host: str) -> None:
@@ -169,15 +169,15 @@ class ScorerStage:
             await self._slept.wait()
 
     async def wait_for_work(self, host: str) -> None:
-        """See teachers.time_sharing.GpuGuests."""
+        """See async_opd.sharing.time_sharing.GpuGuests."""
         await self._backlogs[host].wait_for_work()
 
     async def wait_for_backlog(self, host: str) -> None:
-        """See teachers.time_sharing.GpuGuests."""
+        """See async_opd.sharing.time_sharing.GpuGuests."""
         await self._backlogs[host].wait_for_backlog()
 
     async def take_turn(self, host: str) -> None:
-        """See teachers.time_sharing.GpuGuests. Later rollouts wait for the next phase.
+        """See async_opd.sharing.time_sharing.GpuGuests. Later rollouts wait for the next phase.
 
         After the death of an earlier stage in this phase the call waits until the host's teachers
         sleep, and scores the rollouts that they hold by then.

@@ -96,6 +96,7 @@ BELOW_THE_STAGES = (
     "config",
     "files",
     "waiting",
+    "sharing",
     "media",
     "core",
 )

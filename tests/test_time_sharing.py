@@ -17,11 +17,12 @@ from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.reports import Progress, SyncReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
+from async_opd.sharing.time_sharing import GpuLock, GpuTimeSharing
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import gather_or_cancel
 from teachers.stage import ScorerStage
-from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync
 from tests.properties import examples
+from tests.sharing.locked_sync import LockedSync
 from tests.test_pipeline import TEACHERS, FakeStudent, FakeTeacher, World, world
 
 

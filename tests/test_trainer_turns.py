@@ -18,17 +18,17 @@ from async_opd.core.reports import Captured, Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import TRAINER, SamplingSpec
 from async_opd.grading.evaluation import Evaluation
-from async_opd.waiting.gpu_turns import GpuTurns
-from async_opd.waiting.race import gather_or_cancel
-from teachers.stage import ScorerStage
-from teachers.time_sharing import (
+from async_opd.sharing.gpu_turns import GpuTurns
+from async_opd.sharing.time_sharing import (
     GpuGuests,
     GpuLock,
     GpuTimeSharing,
-    LockedSync,
     SeveralGuests,
 )
+from async_opd.waiting.race import gather_or_cancel
+from teachers.stage import ScorerStage
 from tests.properties import examples
+from tests.sharing.locked_sync import LockedSync
 from tests.test_pipeline import TEACHERS, FakePrompts, FakeStudent, World, world
 from tests.test_time_sharing import (
     ColocatedTeacher,

@@ -31,8 +31,8 @@ from async_opd.core.uid import Uid
 from async_opd.core.written_file import WrittenFile
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.observability.activity import Activity
+from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.waiting.gate import Gate
-from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.waiting.race import to_its_end
 from async_opd.weight_sync.held_rows import HeldRow
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
@@ -306,7 +306,7 @@ class TrainerStage:
         """Tokens that rank 0 has computed; ``most`` are the batch's, which all ranks share."""
         return Progress(self._learner.computed_tokens, self._pending_tokens)
 
-    # ── turns on GPUs that it shares with rollout engines: teachers.time_sharing.GpuGuests ──────
+    # ── turns on GPUs that it shares with rollout engines: time_sharing.GpuGuests ──────────────
 
     async def wait_asleep(self, pool: str) -> None:
         """Returns when the learner is offloaded."""

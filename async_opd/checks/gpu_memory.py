@@ -8,7 +8,7 @@
 
 A trainer whose rollout engines are on its GPUs is offloaded while they work: it keeps its context,
 its communicators, and the heads of teachers. One process of each works at a time
-(``teachers.time_sharing``).
+(``async_opd.sharing.time_sharing``).
 ``async_opd.memory`` has the bytes; those of contexts and sleeping engines are bounds. vLLM compares
 an engine's share with the memory that is free when it starts
 (``vllm.v1.worker.utils.request_memory``), and fills it with KV cache.

@@ -32,7 +32,7 @@ from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
 from async_opd.processes.heap import KEEPS
 from async_opd.queue.image_caches import image_caches
-from async_opd.waiting.barriers import Barriers
+from async_opd.sharing.barriers import Barriers
 from async_opd.waiting.deadline import Bound
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.waits import Waits

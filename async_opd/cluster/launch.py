@@ -56,7 +56,7 @@ from async_opd.models.engine_args import Device
 from async_opd.processes.reaper import ProcessReaper
 from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
-from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
+from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
 from rollouter.stage import RollouterStage, RolloutReplica
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import TeacherWeights
@@ -340,32 +340,32 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
     scoring = await actor_factory.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
     rollouts = await RollouterActor.start(actor_factory, students, queue, trainer, scorer)
+    rollouts.refresh = _refresh(actor_factory, trainer, scorer, scoring.weights)
     stages = (queue_actor, scoring, rollouts, training)
     return LaunchedStages(
         queue,
         rollouts.proxy,
         scorer,
         trainer,
-        _refreshing(actor_factory, rollouts, trainer, scorer, scoring.weights),
+        rollouts,
         SingletonActors(config, actor_factory.notify, *stages, actor_factory.waits),
         watch,
     )
 
 
-def _refreshing(
+def _refresh(
     actor_factory: ActorFactory,
-    sync: WeightSync,
     trainer: TrainerProxy,
     scorer: ScorerProxy,
     newest: dict[str, TeacherWeights],
-) -> WeightSync:
-    """The sync, which also refreshes teachers that are the student itself.
+) -> TeacherRefresh | None:
+    """What refreshes teachers that are the student itself; None without such teachers.
 
     ``newest`` gets the weights of each, for a scoring stage that is restarted.
     """
     config = actor_factory.config
     if not (every := config.refreshes):
-        return sync
+        return None
 
     async def load(teacher: str, version: int, directory: str) -> None:
         newest[teacher] = weights = TeacherWeights(
@@ -380,4 +380,4 @@ def _refreshing(
         Path(config.student.model),
         lambda: [config.version_after(step) for step in store.begun()],
     )
-    return RefreshingSync(sync, every, trainer.save, load, copies, actor_factory.notify)
+    return TeacherRefresh(every, trainer.save, load, copies, actor_factory.notify)

@@ -14,9 +14,7 @@ their processes and so owns them: they outlive this actor, and the next one cont
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, cast
@@ -25,9 +23,11 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Displaced, StageError
 from async_opd.core.reports import Events, Progress, StageReport, SyncReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import TRAINER, Queue, SamplingSpec, WeightSync
+from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.processes.members import Member
-from async_opd.waiting.liveness import CombinedProgress, ProgressWatchdog, answer_s
+from async_opd.sharing.shared_gpus import SharedGpus, SharingTrainer
+from async_opd.sharing.time_sharing import GpuGuests, GpuHost
+from async_opd.waiting.liveness import answer_s
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
@@ -37,23 +37,10 @@ from async_opd.weight_sync.sync_group import WeightReceiver, WeightSender
 from rollouter.evaluators import Evaluators
 from rollouter.orders import Order, Orders
 from rollouter.stage import RollouterStage, RolloutReplica
-from teachers.time_sharing import (
-    GpuGuests,
-    GpuHost,
-    GpuLock,
-    GpuTimeSharing,
-    LockedSync,
-    SeveralGuests,
-    SharedLock,
-    holding,
-)
 
 
-class TurnTaker(Protocol):
-    """A trainer that takes turns on the GPUs of rollout engines."""
-
-    async def begin_turn(self, pool: str) -> None:
-        """Returns in a turn, which lasts until the snapshot that follows is taken."""
+class SyncedTrainer(WeightSender, SharingTrainer, Protocol):
+    """The trainer in its actor."""
 
 
 class Student(RolloutReplica, WeightReceiver, GpuHost, Protocol):
@@ -100,14 +87,13 @@ async def build_rollouter(
     config: RunConfig,
     replicas: Sequence[StartedReplica],
     queue: Queue,
-    trainer: WeightSender,
+    trainer: SyncedTrainer,
     teachers: GpuGuests,
     before: Predecessor,
 ) -> RollouterService:
-    """The actor's object. It begins with the locks of all GPUs that teachers share."""
+    """The actor's object. It begins with the locks of all shared GPUs."""
     service = RollouterService(config, replicas, queue, trainer, teachers, before)
-    for lock in service.gpus.values():
-        await lock.acquire("an earlier rollout stage")
+    await service.gpus.acquire()
     return service
 
 
@@ -124,15 +110,11 @@ class RollouterService:
         config: RunConfig,
         replicas: Sequence[StartedReplica],
         queue: Queue,
-        trainer: WeightSender,
+        trainer: SyncedTrainer,
         teachers: GpuGuests,
         before: Predecessor,
     ) -> None:
-        """``run`` expects the locks ``gpus`` to be held.
-
-        They are those of the pools, ``rollout`` or ``train``, that share their GPUs with some of
-        the ``teachers``, or of rollout engines with the trainer.
-        """
+        """``run`` expects the locks of ``gpus`` to be held."""
         self.orders = Orders[StartedReplica]()
         self._current = asyncio.Event()
         if before.newest is None and not before.behind:
@@ -146,18 +128,7 @@ class RollouterService:
             self.evaluators.stage.members.listen(self.stage.note)
             self.evaluators.stage.members.waits = self.stage.members.waits
         self._broadcast = self._broadcast_of(config, replicas, trainer, before.newest)
-        self._progress = self._progress_of(config, trainer, teachers)
-        self._timeouts = config.timeouts
-        self._turns = cast(TurnTaker, trainer) if config.rollout.host is not None else None
-        self.gpus, self._sharing = self._shared(config, trainer, teachers)
-        self._trainers, replicas_lock = self.gpus.get("train"), self.gpus.get("rollout")
-        self._sync: WeightSync = LockedSync(
-            self._broadcast, replicas=replicas_lock, trainer=self._trainers
-        )
-        self._rebuilding: AbstractAsyncContextManager[None] = nullcontext()
-        if replicas_lock is not None:
-            self._rebuilding = SharedLock(replicas_lock, "a rebuild of a student's replica")
-        self._refreshing = asyncio.Lock()  # taken before those of the GPUs and of the weight sync
+        self.gpus = SharedGpus(config, self._hosts, self.progress, trainer, teachers)
         self._rebuilds_before = before.rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
@@ -187,7 +158,7 @@ class RollouterService:
         self,
         config: RunConfig,
         replicas: Sequence[StartedReplica],
-        trainer: WeightSender,
+        trainer: SyncedTrainer,
         newest: Snapshot | None,
     ) -> BroadcastSync:
         """The weight sync from the trainer to the replicas."""
@@ -219,8 +190,7 @@ class RollouterService:
             group.create_task(self.stage.run())
             if self.evaluators is not None:
                 group.create_task(self.evaluators.stage.run())
-            for each in self._sharing:
-                group.create_task(each.endless())
+            group.create_task(self.gpus.run())
             if self._broadcast.newest is not None and not self._current.is_set():
                 await self._push()
 
@@ -260,33 +230,23 @@ class RollouterService:
         """See BroadcastSync.connect."""
         await self._calls.run(self._broadcast.connect())
 
-    async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
-        """See WeightSync.snapshot. Returns the metadata of its weights."""
-        await self._calls.run(self._snapshot(version, again))
+    async def snapshot(self, version: int) -> WeightMeta:
+        """See BroadcastSync.snapshot. Returns the metadata of its weights."""
+        await self._calls.run(self._snapshot(version))
         assert self._broadcast.newest is not None
         return self._broadcast.newest[1]
 
-    async def _snapshot(self, version: int, again: bool) -> None:
-        """A snapshot; a trainer that shares the replicas' GPUs takes it in a turn.
-
-        The turn is waited for without a lock of the GPUs or of the weight sync: a replica that is
-        rebuilt has both until it has the newest weights. In the turn none is rebuilt, and
-        ``_refreshing`` keeps evaluation replicas from having the sync's lock. So the snapshot gets
-        it at once, and never waits with it for another turn, which a rebuild could keep from it.
-        """
-        async with self._refreshing:
-            if self._turns is not None:
-                watchdog = ProgressWatchdog(TRAINER, self._timeouts.stall_s, "timeouts.stall_s")
-                turn = self._turns.begin_turn("rollout")
-                await watchdog.within("waiting for its GPUs", turn, self._progress, sys.maxsize)
-            await self._sync.snapshot(version, again)
+    async def _snapshot(self, version: int) -> None:
+        async with self.gpus.snapshot():
+            await self._broadcast.snapshot(version)
 
     async def push(self) -> SyncReport:
-        """See WeightSync.push."""
+        """See BroadcastSync.push."""
         return await self._calls.run(self._push())
 
     async def _push(self) -> SyncReport:
-        report = await self._sync.push()
+        async with self.gpus.push():
+            report = await self._broadcast.push()
         self._current.set()
         return report
 
@@ -301,7 +261,7 @@ class RollouterService:
         self.orders.answer(number, answer)
 
     async def _refresh(self) -> None:
-        async with self._refreshing, holding("an evaluation", self._trainers):
+        async with self.gpus.refresh():
             await self._broadcast.refresh_evaluators()
 
     async def _rebuilt(self, first: int, member: Member[Student]) -> Student:
@@ -311,55 +271,15 @@ class RollouterService:
         """
         index = first + member.index
         member.value.kill()
-        async with self._rebuilding:
+        async with self.gpus.rebuild:
             replica = await self.orders.replica(index)
             try:
-                async with holding("a replica that joins", self._trainers):
+                async with self.gpus.join():
                     await self._broadcast.rejoin(index, replica.student, replica.workers)
             except BaseException:
                 replica.student.kill()
                 raise
         return replica.student
-
-    # ── GPUs that several pools share ──────────────────────────────────────────────────────────
-
-    def _progress_of(
-        self, config: RunConfig, trainer: WeightSender, teachers: GpuGuests
-    ) -> CombinedProgress:
-        """The tokens that any pool has computed."""
-        computes = {
-            "rollouter": self.progress,
-            "scorer": teachers.progress,
-            TRAINER: cast(GpuHost, trainer).progress,
-        }
-        return CombinedProgress(computes, answer_s(config.timeouts.stall_s, depth=2))
-
-    def _shared(
-        self, config: RunConfig, trainer: WeightSender, teachers: GpuGuests
-    ) -> tuple[dict[str, GpuLock], list[GpuTimeSharing]]:
-        """The lock of each pool that alternates with guests, and what alternates them.
-
-        Of rollout engines on the trainer's GPUs the trainer is the guest: the engines finish what
-        they have begun whenever it wants the GPUs, and it gives them back when it waits.
-        """
-        guests = {str(t.host): teachers for t in config.teachers.values() if t.host is not None}
-        if config.rollout.host is not None:
-            guests = {"rollout": SeveralGuests(*guests.values(), cast(GpuGuests, trainer))}
-        hosts, quiet_s = {TRAINER: cast(GpuHost, trainer)}, config.timeouts.stall_s
-        gpus = {pool: GpuLock(pool, self._progress, quiet_s) for pool in sorted(guests)}
-        sharing = [
-            GpuTimeSharing(
-                pool,
-                self._hosts if pool == "rollout" else lambda: hosts,
-                guests[pool],
-                lock,
-                sleep_timeout_s=config.timeouts.request_s,
-                held=True,
-                turn="a scoring phase" if guests[pool] is teachers else "a turn of the trainer",
-            )
-            for pool, lock in gpus.items()
-        ]
-        return gpus, sharing
 
     def _hosts(self) -> Mapping[str, GpuHost]:
         return {m.name: cast(GpuHost, m.value) for m in self.stage.members.serving}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from async_opd.cluster import actor_names
@@ -27,6 +27,7 @@ from async_opd.core.reports import SyncReport
 from async_opd.waiting.deadline import Bound, Deadline
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot
+from async_opd.weight_sync.teacher_refresh import TeacherRefresh
 from rollouter.orders import Order
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ FACTORY = "async_opd.cluster.rollouter_actor:build_rollouter"
 
 @dataclass
 class RollouterActor(SingletonActor):
-    """The rollout stage; also ``async_opd.core.stages.WeightSync`` to its replicas.
+    """The rollout stage; implements ``async_opd.core.stages.WeightSync`` to its replicas.
 
     ``replicas`` are the current ones by index, dead ones too; ``newest`` is the snapshot that they
     have, or receive. ``snapshots``: the first snapshot was begun, so that a replica may be behind.
+    ``refresh`` gives the same weights to teachers that are the student itself.
     """
 
     remote: Remote
@@ -52,6 +54,7 @@ class RollouterActor(SingletonActor):
     newest: Snapshot | None = None
     rebuilds: int = 0
     snapshots: bool = False
+    refresh: TeacherRefresh | None = None
     incarnations: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -170,8 +173,12 @@ class RollouterActor(SingletonActor):
     async def snapshot(self, version: int, again: bool = False) -> None:
         """See WeightSync. ``newest`` is None meanwhile: the trainer may have either snapshot."""
         self.newest, self.snapshots = None, True
-        self.newest = version, await self.proxy.snapshot(version, again)
+        self.newest = version, await self.proxy.snapshot(version)
+        if self.refresh is not None:
+            await self.refresh.copy(version, again)
 
     async def push(self) -> SyncReport:
-        """See WeightSync."""
-        return await self.proxy.push()
+        """See WeightSync. Teachers have their weights before the replicas have theirs."""
+        metrics = await self.refresh.load() if self.refresh is not None else {}
+        report = await self.proxy.push()
+        return replace(report, metrics={**report.metrics, **metrics})

@@ -21,7 +21,7 @@ from async_opd.core.errors import ProcessDied, StageError
 from async_opd.core.reports import Interval
 from async_opd.core.stages import TRAINER, Queue
 from async_opd.models.engine_args import Device
-from async_opd.waiting.gpu_turns import GpuTurns
+from async_opd.sharing.gpu_turns import GpuTurns
 from rollouter.transports import chosen, transport
 from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
 from trainer.publisher import Publisher, Transport

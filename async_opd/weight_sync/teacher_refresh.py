@@ -1,7 +1,7 @@
 """Refreshes teachers that are the student itself with its weights every few versions.
 
-    snapshot(v) ──► inner snapshot, and a copy in ``<directory>/version_<v>`` if a teacher needs it
-    push        ──► these teachers load the copy ──► inner push
+    snapshot(v) ──► a copy in ``<directory>/version_<v>`` if a teacher needs it
+    push        ──► these teachers load the copy ──► broadcast to the students
 
 Teachers load before the students: a rollout of version v is scored by the teacher that version v
 asks for, or a newer one. Two kinds of copies are kept: the newest of each teacher, for replicas
@@ -13,12 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_opd.core.reports import SyncReport
-from async_opd.core.stages import WeightSync
 from async_opd.files.safe_open import make_folder, refuse_link, remove_tree
 from async_opd.waiting.race import gather_or_cancel
 
@@ -49,8 +47,8 @@ class WeightCopies:
                 remove_tree(copy)
 
 
-class RefreshingSync:
-    """Implements ``async_opd.core.stages.WeightSync`` around another one.
+class TeacherRefresh:
+    """Before and after a weight sync: which teachers are due, their copies, and their load.
 
     ``every[teacher]`` are versions between two refreshes; ``save(directory)`` writes the trainer's
     weights, ``load(teacher, version, directory)`` gives them to a teacher.
@@ -58,14 +56,12 @@ class RefreshingSync:
 
     def __init__(
         self,
-        inner: WeightSync,
         every: Mapping[str, int],
         save: Save,
         load: Load,
         copies: WeightCopies,
         notify: Callable[[str], None],
     ) -> None:
-        self._inner = inner
         self._every = dict(every)
         self._save = save
         self._load = load
@@ -74,9 +70,8 @@ class RefreshingSync:
         self._due: dict[str, int] = {}
         self._has = dict.fromkeys(every, 0)
 
-    async def snapshot(self, version: int, again: bool = False) -> None:
-        """See WeightSync.snapshot."""
-        await self._inner.snapshot(version, again)
+    async def copy(self, version: int, again: bool) -> None:
+        """After a snapshot: writes the copies that teachers need for this version."""
         wanted = {name: version - version % every for name, every in self._every.items()}
         self._due = {name: its for name, its in wanted.items() if its != self._has[name]}
         for its in sorted(set(self._due.values())):
@@ -95,10 +90,10 @@ class RefreshingSync:
         make_folder(copy.parent)  # raises if it is a link
         await self._save(str(copy))
 
-    async def push(self) -> SyncReport:
-        """See WeightSync.push."""
+    async def load(self) -> dict[str, float]:
+        """Before a push: the teachers that are due load their copies. Metrics of the sync."""
         if not self._due:
-            return await self._inner.push()
+            return {}
         started = time.perf_counter()
         await gather_or_cancel(
             *(
@@ -108,9 +103,7 @@ class RefreshingSync:
         )
         self._has |= self._due
         await asyncio.to_thread(self._copies.tidy, self._used())
-        seconds = time.perf_counter() - started
-        report = await self._inner.push()
-        return replace(report, metrics={**report.metrics, "sync/teachers_s": seconds})
+        return {"sync/teachers_s": time.perf_counter() - started}
 
     def _used(self) -> set[Path]:
         """The copies that the teachers have now, and those that they had at each checkpoint."""

@@ -24,8 +24,8 @@ from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
+from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.waiting.deadline import Timer
-from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.cluster.simulated import config
 from tests.timers import ManualTimer
@@ -464,9 +464,9 @@ class TestGpus:
             student.over.set()
         assert await world.ordered() == [0, 1]
         await world.delivers(0)
-        assert service.gpus["rollout"].locked()
+        assert service.gpus.locks["rollout"].locked()
         await world.delivers(1)
-        assert not service.gpus["rollout"].locked()
+        assert not service.gpus.locks["rollout"].locked()
 
     @pytest.mark.parametrize("call", ["snapshot", "push"])
     async def test_no_weights_are_copied_or_sent_while_a_teacher_is_awake_on_the_trainers_gpu(
@@ -475,11 +475,11 @@ class TestGpus:
         world.teachers.asleep.set()
         service = await world.runs("train")
         await service.snapshot(3)
-        await service.gpus["train"].acquire("a scoring phase")
+        await service.gpus.locks["train"].acquire("a scoring phase")
         again = asyncio.create_task(service.snapshot(4) if call == "snapshot" else service.push())
         await settled()
         assert (again.done(), service._broadcast.newest) == (False, (3, META))
-        service.gpus["train"].release()
+        service.gpus.locks["train"].release()
         await asyncio.wait_for(again, 5)
 
     async def test_a_new_replica_gets_no_weights_while_a_teacher_is_awake_on_the_trainers_gpu(
@@ -488,12 +488,12 @@ class TestGpus:
         world.teachers.asleep.set()
         service = await world.runs("train")
         await service.snapshot(3)
-        await service.gpus["train"].acquire("a scoring phase")
+        await service.gpus.locks["train"].acquire("a scoring phase")
         world.students[0].over.set()
         assert await world.ordered() == [0]
         student = await world.delivers(0)
         assert student.version == 0
-        service.gpus["train"].release()
+        service.gpus.locks["train"].release()
         await settled()
         assert student.version == 3
 
@@ -507,11 +507,11 @@ class TestGpus:
         assert await world.ordered() == [0]
         push = asyncio.create_task(service.push())
         await settled()
-        assert (push.done(), service.gpus["train"].locked()) == (False, False)
-        await service.gpus["train"].acquire("a scoring phase")
+        assert (push.done(), service.gpus.locks["train"].locked()) == (False, False)
+        await service.gpus.locks["train"].acquire("a scoring phase")
         student = await world.delivers(0)
         assert (push.done(), student.version) == (False, 0)
-        service.gpus["train"].release()
+        service.gpus.locks["train"].release()
         await asyncio.wait_for(push, 5)
         assert student.version == 3
 
@@ -519,10 +519,10 @@ class TestGpus:
         self, world: World
     ) -> None:
         service = await world.runs("train")
-        assert service.gpus["train"].locked()
+        assert service.gpus.locks["train"].locked()
         world.teachers.asleep.set()
         await settled()
-        assert not service.gpus["train"].locked()
+        assert not service.gpus.locks["train"].locked()
 
 
 class TestTrainerOnTheStudentsGpus:
@@ -563,18 +563,18 @@ class TestTrainerOnTheStudentsGpus:
         trainer.asleep.set()
         await settled()
         assert [student.asleep for student in world.students] == [False, False]
-        assert not service.gpus["rollout"].locked()
+        assert not service.gpus.locks["rollout"].locked()
 
     async def test_they_wake_when_teachers_on_the_same_gpus_sleep_too(self, world: World) -> None:
         guest = {"model": "t", "placement": "colocated", "with": "rollout"}
         service, trainer = await self.runs(world, {"t": guest})
-        assert service.gpus.keys() == {"rollout"}
+        assert service.gpus.locks.keys() == {"rollout"}
         trainer.asleep.set()
         await settled()
-        assert service.gpus["rollout"].locked()
+        assert service.gpus.locks["rollout"].locked()
         world.teachers.asleep.set()
         await settled()
-        assert not service.gpus["rollout"].locked()
+        assert not service.gpus.locks["rollout"].locked()
 
     async def test_a_snapshot_is_taken_while_they_sleep_and_pushed_when_they_are_awake(
         self, world: World

@@ -11,7 +11,7 @@ import pytest
 from async_opd.cluster.launch import LaunchedStages
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError
-from async_opd.waiting.gpu_turns import GpuTurns
+from async_opd.sharing.gpu_turns import GpuTurns
 
 
 class Ending:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.waiting.gpu_turns import GpuTurns
+from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import WeightMeta
 from trainer.saving.shards import Stamp
 from trainer.stage import TrainerStage

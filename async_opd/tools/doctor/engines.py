@@ -142,7 +142,7 @@ async def _ended(stages: LaunchedStages) -> Any:
 async def _measure(
     config: RunConfig, stages: LaunchedStages, prompts: Sequence[Prompt]
 ) -> Measured:
-    meta = await stages.rollouter.snapshot(0, True)
+    meta = await stages.rollouter.snapshot(0)
     first = await stages.rollouter.push()
     tokens = min(RESPONSE_TOKENS, config.rollout.max_tokens)
     asked = SamplingSpec(max_tokens=tokens, temperature=1.0, top_p=1.0, n=1)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_opd.waiting.barriers import Barriers
+from async_opd.sharing.barriers import Barriers
 
 NAME = ("teacher", 0)
 

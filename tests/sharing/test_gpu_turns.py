@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_opd.waiting.gpu_turns import GpuTurns
+from async_opd.sharing.gpu_turns import GpuTurns
 from tests.rollouter.test_stage import settle
 from tests.timers import ManualTimer
 

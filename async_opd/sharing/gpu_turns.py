@@ -2,10 +2,10 @@
 
     work wants the GPUs ──► a turn: onload ── work, and work that follows it ── offload
 
-``teachers.time_sharing`` gives a turn while the engines sleep. A turn ends when the trainer has had
-no work for ``linger_s``: it waits for samples that the engines are to make, or for a weight sync,
-which needs them awake. Whatever the trainer waits for, its turn ends, so that nobody waits for
-ever. ``linger_s`` is the time in which the driver calls the next step, snapshot or capture.
+``time_sharing`` gives a turn while the engines sleep. A turn ends when the trainer has had no work
+for ``linger_s``: it waits for samples that the engines are to make, or for a weight sync, which
+needs them awake. Whatever the trainer waits for, its turn ends, so that no wait lasts for ever.
+``linger_s`` is the time in which the driver calls the next step, snapshot or capture.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                                                   requests, and sleep     one after the other
 
 Guests are the colocated teachers of a pool, whose turn is a scoring phase; or, of rollout engines,
-the trainer (``async_opd.waiting.gpu_turns``), whose backlog is full as soon as some of its work
+the trainer (``async_opd.sharing.gpu_turns``), whose backlog is full as soon as some of its work
 waits for the GPUs.
 
 Each pool of hosts has one ``GpuLock``. Its holders: ``run``, from SLEEP until the hosts work again;
@@ -28,8 +28,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.reports import Progress, SyncReport
-from async_opd.core.stages import WeightSync
+from async_opd.core.reports import Progress
 from async_opd.waiting.deadline import Deadline, Timer
 from async_opd.waiting.liveness import Ask, ProgressWatchdog
 from async_opd.waiting.race import gather_or_cancel, race
@@ -298,27 +297,3 @@ class SharedLock:
         self._inside -= 1
         if not self._inside:
             self._lock.release()
-
-
-class LockedSync:
-    """A weight sync that excludes scoring phases on the GPUs that it uses.
-
-    A snapshot is a copy on the trainer's GPUs, from which ``push`` sends it to the replicas.
-    """
-
-    def __init__(
-        self, inner: WeightSync, *, replicas: GpuLock | None, trainer: GpuLock | None
-    ) -> None:
-        self._inner = inner
-        self._replicas = replicas
-        self._trainer = trainer
-
-    async def snapshot(self, version: int, again: bool = False) -> None:
-        """See WeightSync.snapshot."""
-        async with holding("a snapshot", self._trainer):
-            await self._inner.snapshot(version, again)
-
-    async def push(self) -> SyncReport:
-        """See WeightSync.push."""
-        async with holding("a weight sync", self._replicas, self._trainer):
-            return await self._inner.push()

@@ -10,7 +10,8 @@ import pytest
 
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.reports import Progress, SyncReport
-from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync, SharedLock, holding
+from async_opd.sharing.time_sharing import GpuLock, GpuTimeSharing, SharedLock, holding
+from tests.sharing.locked_sync import LockedSync
 from tests.timers import ManualTimer
 
 
@@ -159,7 +160,7 @@ async def test_no_weights_are_pushed_after_a_phase_that_broke_off_before_the_hos
             awake.append(world.engine.awake)
             return SyncReport(1, {})
 
-    sync: Any = LockedSync(Sync(), replicas=world.sharing.lock, trainer=None)  # type: ignore[arg-type]
+    sync: Any = LockedSync(Sync(), replicas=world.sharing.lock, trainer=None)
     world.teachers.full.set()
     await asyncio.wait_for(world.teachers.begun.wait(), 5)
     await world.breaks_off()
