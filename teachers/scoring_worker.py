@@ -19,7 +19,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from async_opd.models.cpu_kernels import pack_again
+from async_opd.models.lm_head import pack_again
 from async_opd.processes.engine_workers import FaultReturningWorker
 from teachers.rows import Chunk, RowRequest, RowScores
 

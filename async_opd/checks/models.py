@@ -15,7 +15,7 @@ from async_opd.config.sections.loss import ScoreKind, cuts, score_kind, scored_t
 from async_opd.config.sections.teachers import EndpointTeacher, EngineTeacher, SelfTeacher
 from async_opd.models.hub import named_models
 from async_opd.models.lm_head import HeadFiles, LogitShape
-from async_opd.models.model_files import QUANTIZED, ModelError, ModelFiles
+from async_opd.models.model_files import QUANTIZATIONS, QUANTIZED, ModelError, ModelFiles
 from async_opd.models.own_files import foreign
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
@@ -75,6 +75,7 @@ class ModelChecks:
                 self._vocabulary(key, files)
                 self._own_code(key, files)
                 self._redirected(key, files)
+                self._quantization(key, files)
         student = self.files.get("student.model")
         if student is None:
             return
@@ -146,11 +147,23 @@ class ModelChecks:
             message = f"{files.path} has {', '.join(files.redirects)}: {effect}"
             self.found.add(key, message, "name the model itself, without these")
 
+    def _quantization(self, key: str, files: ModelFiles) -> None:
+        """Checks that an engine runs no function that a model's quantization settings name."""
+        if (unknown := files.unknown_quantization) and not self._is_trusted(key):
+            known = ", ".join(sorted(QUANTIZATIONS))
+            message = f"{files.path} has {unknown}, whose settings may run code in an engine"
+            remedy = f"take a model without it, or of one of these methods: {known}; or read its "
+            remedy += f"files, then set {key.removesuffix('.model')}.trust_remote_code: true"
+            self.found.add(key, message, remedy)
+
+    def _is_trusted(self, key: str) -> bool:
+        named = {named.key for named in named_models(self.config) if named.trusted}
+        return key.removesuffix(".model") in named
+
     def _own_code(self, key: str, files: ModelFiles) -> None:
         """Checks that code is trusted, and lies in the pinned repository, not in another one."""
         section = key.removesuffix(".model")
-        trusted = {named.key for named in named_models(self.config) if named.trusted}
-        if section not in trusted:
+        if not self._is_trusted(key):
             needed = [one for one in files.code if not one.unused]
             if needed and key in self._engine_keys():
                 message = f"{files.path}/{needed[0].place} names code of the model, "

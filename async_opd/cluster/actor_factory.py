@@ -118,6 +118,7 @@ class ActorFactory:
             gpus=config.rollout.tensor_parallel,
             bundle=self._bundle(pool, at),
             guest="rollout" if self._pool(pool).shares is not None else "",
+            trusted=bool(spec.kwargs["trust_remote_code"]),
         )
         return StudentProxy(remote, spec.consumer)
 
@@ -138,6 +139,7 @@ class ActorFactory:
             gpus=teacher.tensor_parallel,
             bundle=self._bundle(f"teachers.{teacher_name}", index),
             guest=f"teachers.{teacher_name}" if teacher.host is not None else "",
+            trusted=bool(spec.kwargs["trust_remote_code"]),
         )
         return TeacherProxy(remote)
 
@@ -296,6 +298,7 @@ class ActorFactory:
         gpus: int,
         bundle: tuple[str, int],
         guest: str = "",
+        trusted: bool,
     ) -> Remote:
         """Starts and builds an engine in a bundle.
 
@@ -304,7 +307,7 @@ class ActorFactory:
         reserved = gpus if self.device == "cuda" and not guest else 0
         place = self._shared_place(guest, bundle[1]) if guest else None
         timeouts = self.config.timeouts
-        env = engine_env(self.device, timeouts.engine_start_s, timeouts.request_s)
+        env = engine_env(self.device, timeouts.engine_start_s, timeouts.request_s, trusted)
         remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
         remote.shared_place = place
         try:

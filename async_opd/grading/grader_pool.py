@@ -37,6 +37,7 @@ from async_opd.core.printable import on_one_line
 from async_opd.core.row import Row
 from async_opd.grading.graders import Grade, GradeError, exact, has_verifier
 from async_opd.grading.verifiers import REMEDY, evaluates
+from async_opd.models.engine_args import ONLY_ENGINES_OFFLINE
 from async_opd.processes.output import nonblocking
 from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.waiting.deadline import Bound
@@ -177,6 +178,8 @@ class GraderSpec:
             for name, value in os.environ.items()
             if name in given or INHERITED.fullmatch(name)
         }
+        if known.pop(ONLY_ENGINES_OFFLINE, ""):
+            del known["HF_HUB_OFFLINE"]
         kept = without_secret_variables(known, self.hidden_env, given)
         return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

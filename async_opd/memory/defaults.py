@@ -16,7 +16,7 @@ from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.memory.pools import Machine, bytes_of_a_token, engine_section, step_of
 from async_opd.memory.step import peak
-from async_opd.models.chat_template import read_json
+from async_opd.models.json_files import read_json
 from async_opd.models.model_files import sees
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import text_settings

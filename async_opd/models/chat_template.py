@@ -24,7 +24,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from async_opd.core.nesting import MAX_DEPTH, too_deep
+from async_opd.models.json_files import read_json
 from async_opd.models.special_tokens import MARK
 
 SPECIAL_TOKENS = tuple(
@@ -199,19 +199,6 @@ def _text(file: Path) -> str:
     if len(text) > MAX_CHARACTERS:
         raise OSError(f"{file} has more than {MAX_CHARACTERS} characters")
     return text
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no file. ValueError, OSError."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{file} is nested too deeply") from None
-    if too_deep(value):
-        raise ValueError(f"{file} is nested too deeply: more than {MAX_DEPTH} values")
-    return value if isinstance(value, dict) else {}
 
 
 def _as_parts(message: dict[str, Any]) -> dict[str, Any]:

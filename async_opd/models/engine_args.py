@@ -17,6 +17,8 @@ from async_opd.config.sections.engine import EngineConfig
 Device = Literal["cpu", "cuda"]
 
 CPU_BLOCK_SIZE = 32
+ONLY_ENGINES_OFFLINE = "ASYNC_OPD_ONLY_ENGINES_OFFLINE"
+"""Set where ``HF_HUB_OFFLINE`` is for an engine, and not for a grader that its process starts."""
 MOST = 0.9
 """Largest share of a GPU's memory that ``auto`` gives an engine."""
 NVIDIA_SMI_TIMEOUT_S = 20
@@ -173,8 +175,13 @@ EXECUTE_MODEL_S = 300.0
 """Seconds that vLLM waits by default for one step of the workers of an engine."""
 
 
-def engine_env(device: Device, start_s: float = 600, request_s: float = 600) -> dict[str, str]:
+def engine_env(
+    device: Device, start_s: float = 600, request_s: float = 600, trusted: bool = False
+) -> dict[str, str]:
     """Environment of an engine's process, to be set before vllm is imported.
+
+    All files of its model are on this machine: unless its code is ``trusted``, the libraries ask no
+    hub for a further model that the files may name.
 
     vLLM waits for its own processes no shorter than the run's bounds: ``start_s`` for their start,
     ``request_s`` for one step of several workers, which vLLM itself would give 300 s.
@@ -187,6 +194,8 @@ def engine_env(device: Device, start_s: float = 600, request_s: float = 600) -> 
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if not trusted and "HF_HUB_OFFLINE" not in os.environ:
+        env |= {"HF_HUB_OFFLINE": "1", ONLY_ENGINES_OFFLINE: "1"}
     if device == "cpu":
         env |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -13,8 +13,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from async_opd.models.chat_template import read_json
 from async_opd.models.engine_args import Device
+from async_opd.models.json_files import read_json
 
 TAKEN = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
 TOWERS = {"llava": "clip_vision_model"}

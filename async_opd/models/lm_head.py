@@ -16,8 +16,9 @@ from typing import Any
 
 from safetensors import safe_open
 
+from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError
-from async_opd.models.tokenizer import read_json, text_settings
+from async_opd.models.tokenizer import text_settings
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
@@ -29,6 +30,20 @@ UNSUPPORTED = (
     "output_multiplier_scale",
 )
 """Keys of configurations whose logits do not follow the formula above."""
+
+
+def pack_again(model: Any, head: type) -> None:
+    """Packs what vLLM's layer-wise reload leaves as it was, on a CPU; ``head``: ParallelLMHead.
+
+    The reload leaves the packed copy of a head that shares its tensor with the embedding as it was,
+    and a mixture's experts unpacked (measured with vLLM 0.32: logits off by 2 nats in both cases).
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, head):
+            method.process_weights_after_loading(module)
+        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 @dataclass(frozen=True)

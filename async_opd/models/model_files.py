@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from async_opd.models.tokenizer import Text, eos_ids, read_json, text_settings
+from async_opd.models.json_files import LONGEST_KEY, named_values, read_json
+from async_opd.models.processor import further_models
+from async_opd.models.tokenizer import Text, eos_ids, text_settings
 
 HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
 
@@ -35,6 +37,17 @@ REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audi
 """Keys of a config.json that make vLLM or transformers load another model or configuration."""
 QUANTIZED = ("quantization_config", "compression_config")
 """Keys of a config.json whose weights are quantized; the second is of compressed-tensors."""
+OWN_QUANTIZATION = "hf_quant_config.json"
+"""The file that vLLM reads where config.json has no ``quantization_config``."""
+QUANTIZATIONS = frozenset(
+    {
+        *("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4", "experts_int8"),
+        *("awq", "awq_marlin", "gptq", "gptq_marlin", "moe_wna16"),
+        *("modelopt", "modelopt_fp4", "modelopt_mxfp8"),
+    }
+)
+"""Methods whose settings vLLM reads as numbers and names of layers. Those of torchao name functions
+of torch, and their arguments: such a file runs any command."""
 GLOBAL = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 """Keys of Gemma 4's published configs for its layers without a window, and the keys that they
 replace there. transformers writes ``per_layer_config`` instead."""
@@ -44,8 +57,6 @@ BACKBONE = "backbone"
 """Key of a model of a hub or of timm, at any depth of a config.json: transformers would ask there
 for its configuration. The settings of a backbone, in ``backbone_config``, are the model's own."""
 MOST_LAYERS = 10_000
-LONGEST_KEY = 60
-"""Characters of a key in a message."""
 WITH_CODE = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
@@ -102,6 +113,10 @@ class ModelFiles:
     base: str | None = None
     """The model that the directory's adapter configuration names."""
     code: tuple[OwnCode, ...] = ()
+    further: tuple[str, ...] = ()
+    """Files and keys that name a processor's further model."""
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+    """The content of ``hf_quant_config.json``."""
 
     @classmethod
     def read(cls, model: str, weights: bool = True) -> ModelFiles | None:
@@ -135,6 +150,8 @@ class ModelFiles:
                 eos=eos_ids(path),
                 base=_text(read_json(path / ADAPTER).get(BASE)),
                 code=tuple(_own_code(path)),
+                further=tuple(further_models(path)),
+                quantization=read_json(path / OWN_QUANTIZATION),
             )
         except ModelError:
             raise
@@ -179,18 +196,32 @@ class ModelFiles:
 
     @property
     def quantized(self) -> bool:
-        """Whether config.json says so, where vLLM looks: for the model, or for its text part."""
+        """Whether its files say so, where vLLM looks: for the model, or for its text part."""
         text = self.config.get("text_config")
         parts = (self.config, text if isinstance(text, dict) else {})
-        return any(part.get(key) is not None for part in parts for key in QUANTIZED)
+        found = any(part.get(key) is not None for part in parts for key in QUANTIZED)
+        return found or bool(self.quantization)
+
+    @property
+    def unknown_quantization(self) -> str:
+        """The first quantization, at any depth, whose settings may name functions; '' if none."""
+        found = [(keys, one) for key in QUANTIZED for keys, one in named_values(self.config, key)]
+        places = {f"config.json: {'.'.join(keys)}": one for keys, one in found}
+        if self.quantization:
+            places[OWN_QUANTIZATION] = self.quantization
+        for place, settings in places.items():
+            if (method := _quantization_method(settings)) not in QUANTIZATIONS:
+                return f"{place} of the quant_method {method[:LONGEST_KEY]!r}"
+        return ""
 
     @property
     def redirects(self) -> list[str]:
         """Keys, each after its file, that make an engine load another model in its place."""
         found = [f"config.json: {key}" for key in REDIRECTS if self.config.get(key) is not None]
-        named = [keys for keys, one in _named(self.config, BACKBONE) if isinstance(one, str)]
-        named += [keys for keys, _ in _named(self.config, ALIASES)]
+        named = [keys for keys, one in named_values(self.config, BACKBONE) if isinstance(one, str)]
+        named += [keys for keys, _ in named_values(self.config, ALIASES)]
         found += [f"config.json: {'.'.join(keys)}" for keys in islice(named, 3)]
+        found += self.further
         return found if self.base is None else [*found, f"{ADAPTER}: {BASE}"]
 
     def same_tokenizer(self, other: ModelFiles) -> bool:
@@ -218,8 +249,8 @@ def _own_code(path: Path) -> Iterator[OwnCode]:
     """Every class that an ``auto_map`` of a model's files names. Raises what ``read_json`` does."""
     for file in WITH_CODE:
         tree = read_json(path / file)
-        parts = {keys[:-1]: one for keys, one in _named(tree, "_name_or_path")}
-        for keys, found in _named(tree, "auto_map"):
+        parts = {keys[:-1]: one for keys, one in named_values(tree, "_name_or_path")}
+        for keys, found in named_values(tree, "auto_map"):
             named = found if isinstance(found, Mapping) else {"": found}
             # transformers takes the code of a part from the repository that the part names
             place = f"{parts[keys[:-1]]}--" if keys[1:] and parts.get(keys[:-1]) else ""
@@ -231,18 +262,13 @@ def _own_code(path: Path) -> Iterator[OwnCode]:
                         yield OwnCode(file, of_kind, name)
 
 
-def _named(
-    tree: object, key: str, above: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Where a key has a value other than null, at any depth, such as (vision_config, backbone)."""
-    entries: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, Mapping) else ()
-    entries = enumerate(tree) if isinstance(tree, list) else entries
-    for name, value in entries:
-        keys = (*above, str(name)[:LONGEST_KEY])
-        if name == key and value is not None:
-            yield keys, value
-        if isinstance(value, Mapping | list):
-            yield from _named(value, key, keys)
+def _quantization_method(settings: object) -> str:
+    """The method, as vLLM finds it; that of modelopt's older files is the name of their maker."""
+    if not isinstance(settings, Mapping):
+        return ""
+    producer = settings.get("producer")
+    older = producer.get("name") if isinstance(producer, Mapping) else None
+    return str(settings.get("quant_method") or older or "").lower()
 
 
 def _text(value: object) -> str | None:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from safetensors import safe_open
 
+from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError, layers_of
-from async_opd.models.tokenizer import read_json, text_settings
+from async_opd.models.tokenizer import text_settings
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Stored types that an engine casts to its own; others (quantized weights) it keeps."""

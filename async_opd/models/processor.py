@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +24,7 @@ from async_opd.core.row import Media
 from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
 from async_opd.media.engine_prompts import EnginePrompts
-from async_opd.models.chat_template import read_json
+from async_opd.models.json_files import named_values, read_json
 from async_opd.models.unasked import without_hub
 
 if TYPE_CHECKING:
@@ -30,9 +32,12 @@ if TYPE_CHECKING:
 
 PROBE = 64
 """Width and height in pixels of an image that shows which tokens stand around an image's own."""
-AUDIO_TOKENIZER = "audio_tokenizer_config.json"
 UNSAMPLED = ("image", "video", "audio")
 """Kinds of placeholders that no response may have."""
+AUDIO_TOKENIZER = "audio_tokenizer"
+"""Key of a processor's further model, which transformers loads by its own rules: with pickles, with
+code after a question, from a hub."""
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
 @contextmanager
@@ -203,20 +208,23 @@ def prompts_of(
     return prompts, {"logit_bias": dict.fromkeys(processor.unsampled_ids, -math.inf)}
 
 
-def _refuse_audio_tokenizer(model: Path) -> None:
-    """ProcessorError for a processor with a further model, which transformers would load.
+def further_models(path: Path) -> Iterator[str]:
+    """Where a processor's files name a further model. Raises what ``read_json`` does."""
+    for file in PROCESSORS:
+        for keys, _ in islice(named_values(read_json(path / file), AUDIO_TOKENIZER), 3):
+            yield f"{file}: {'.'.join(keys)}"
+    if os.path.lexists(path / f"{AUDIO_TOKENIZER}_config.json"):
+        yield f"{AUDIO_TOKENIZER}_config.json"
 
-    By its own rules: with pickles, with code after a question, from a hub.
-    """
-    files = ("processor_config.json", "preprocessor_config.json")
+
+def _refuse_audio_tokenizer(model: Path) -> None:
+    """ProcessorError for a processor with a further model, which transformers would load."""
     try:
-        named = [name for name in files if "audio_tokenizer" in read_json(model / name)]
+        named = list(further_models(model))
     except (OSError, ValueError) as error:
         raise ProcessorError(f"{model} cannot be read: {error}", "repair the file") from error
-    if (model / AUDIO_TOKENIZER).exists():
-        named.append(AUDIO_TOKENIZER)
     if named:
-        cause = f"{model}/{named[0]} names an audio tokenizer, a further model"
+        cause = f"{model}/{named[0]} is of an audio tokenizer, a further model"
         raise ProcessorError(cause, "take a model without one, or remove it from the file")
 
 

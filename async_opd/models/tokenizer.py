@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from async_opd.core.row import Media, PromptText, kinds_of
 from async_opd.models.chat_template import PARTS_PROBE, ChatTemplate, aligned_prefix
-from async_opd.models.chat_template import read_json as read_json
+from async_opd.models.json_files import read_json
 from async_opd.models.processor import ImageProcessor
 from async_opd.models.special_tokens import SpecialTokens
 

@@ -12,7 +12,8 @@ from itertools import groupby
 from pathlib import Path
 
 from async_opd.core.row import Media
-from async_opd.models.tokenizer import Text, read_json
+from async_opd.models.json_files import read_json
+from async_opd.models.tokenizer import Text
 from async_opd.pictures.folder import titled
 
 KEYS = ("image_token_id", "image_token_index")

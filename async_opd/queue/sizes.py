@@ -89,7 +89,8 @@ def routing_bytes(config: RunConfig) -> int:
     """Bytes of the experts of one token; 0 if they are not sent, or the student cannot be read."""
     if config.train.routing == "own":
         return 0
-    from async_opd.models.tokenizer import read_json, text_settings  # imports tokenizers
+    from async_opd.models.json_files import read_json
+    from async_opd.models.tokenizer import text_settings  # imports tokenizers
 
     settings = text_settings(read_json(Path(config.student.model) / "config.json"))
     entries = settings.get("num_hidden_layers", 0) * settings.get("num_experts_per_tok", 0)

@@ -104,6 +104,8 @@ def alone_of(config: RunConfig, model: str | None, teacher: str | None) -> RunCo
             raise _refused("--teacher", f"{teacher} is a server that others run", remedy)
         section = found
         model = config.teacher_model(teacher)
+    elif model is not None:
+        model = _model_in(model)
     student = config.student if model is None else _student_of(config, section, model)
     engines = {"engine": section.engine, "tensor_parallel": section.tensor_parallel}
     rollout = config.rollout.model_copy(update={**engines, "placement": "dedicated", "with_": None})
@@ -117,14 +119,17 @@ def _student_of(config: RunConfig, section: Any, model: str) -> StudentConfig:
     """The student's section with a model; a teacher's has the trust that the teacher has."""
     own = ("trust_remote_code", "revision", "processor_kwargs")
     its = {name: getattr(section, name) for name in own if hasattr(section, name)}
-    return config.student.model_copy(update={**its, "model": _model_in(model)})
+    return config.student.model_copy(update={**its, "model": model})
 
 
 def _model_in(target: str) -> str:
-    """The model's directory: the target, or ``model/`` of a run directory. ConfigError."""
+    """The model's directory: the target, or ``model/`` of a run directory. ConfigError.
+
+    It is absolute: a relative one of two parts has the form of a hub id.
+    """
     from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
 
-    folder = foreign(Path(target))
+    folder = foreign(Path(target).absolute())
     if (folder / FORMAT_FILE).exists():
         refuse_other_formats(folder)
         if not (folder / "model").exists():
@@ -134,7 +139,7 @@ def _model_in(target: str) -> str:
     if not (folder / "config.json").exists():
         message = f"{folder} is neither a model's directory nor a run directory"
         raise _refused("MODEL", message, "check the path; a checkpoint is named checkpoints/step_N")
-    return target
+    return str(folder.as_path())
 
 
 def _exported(checkpoint: Path, target: Path, trusted: bool) -> str:

@@ -31,7 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from async_opd.models.cpu_kernels import pack_again
+from async_opd.models.lm_head import pack_again
 from async_opd.processes.parent_death import set_parent_death_signal_in_child
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 from rollouter.transports.chunks import BACKEND, Receiver, SecondsLeft

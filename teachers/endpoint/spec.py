@@ -11,7 +11,8 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import scored_top_k
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import StageError
-from async_opd.models.tokenizer import Text, read_json
+from async_opd.models.json_files import read_json
+from async_opd.models.tokenizer import Text
 
 
 @dataclass(frozen=True)

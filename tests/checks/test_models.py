@@ -311,8 +311,11 @@ def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
     assert inputs.problems == []
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "lm_head": True}
+
+
 def test_a_quantized_head_in_float32_is_refused(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort", quantization_config={"bits": 4, "lm_head": True})
+    path = model(tmp_path, "teacher-sort", quantization_config=GPTQ)
     problem = one(f"teachers.sort.model={path}")
     assert (problem.key, problem.remedy) == ("teachers.sort.engine.head_dtype", "set it to model")
     assert found(f"teachers.sort.model={path}", "teachers.sort.engine.head_dtype=model") == []
@@ -348,7 +351,7 @@ def test_quantized_student_engines_that_are_not_proved_are_a_note(extra: str) ->
     "settings",
     [
         {"quantization_config": {"quant_method": "fp8"}},
-        {"compression_config": {"format": "int-quantized"}},
+        {"compression_config": {"quant_method": "compressed-tensors"}},
         {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )

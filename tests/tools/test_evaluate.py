@@ -114,6 +114,20 @@ def test_a_run_directory_stands_for_its_final_model(tmp_path: Path) -> None:
     assert alone_of(config, str(tmp_path), None).student.model == str(tmp_path / "model")
 
 
+def test_a_relative_directory_is_not_taken_for_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(EXAMPLE.parent / "quickstart" / "models" / "student", tmp_path / "models/mine")
+    monkeypatch.chdir(tmp_path)
+    alone = alone_of(load_config(EXAMPLE), "models/mine", None)
+    assert alone.student.model == str(tmp_path / "models" / "mine")
+
+
+def test_a_teacher_may_be_named_by_its_hub_id() -> None:
+    config = load_config(EXAMPLE, ["teachers.sort.model=somebody/sorter"])
+    assert alone_of(config, None, "sort").student.model == "somebody/sorter"
+
+
 def test_a_teacher_has_the_trust_of_its_own_section() -> None:
     config = load_config(EXAMPLE)
     student = config.student.model_copy(update={"trust_remote_code": True})

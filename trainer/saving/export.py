@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from async_opd.core.printable import on_one_line
 from async_opd.files.durable import flush
 from async_opd.files.safe_open import FOLDER_MODE, regular_file, remove_tree
+from async_opd.models.json_files import read_json
 from async_opd.models.own_files import foreign, own_file, texts
-from async_opd.models.tokenizer import read_json, text_settings
+from async_opd.models.tokenizer import text_settings
 from trainer.student.adapters import LORA, write_adapter
 
 if TYPE_CHECKING:

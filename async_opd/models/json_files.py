@@ -1,0 +1,40 @@
+"""JSON files of a model's directory, which anybody may have written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from async_opd.core.nesting import MAX_DEPTH, too_deep
+
+LONGEST_KEY = 60
+"""Characters of a key in a message."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one if there is no file. ValueError, OSError."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply") from None
+    if too_deep(value):
+        raise ValueError(f"{file} is nested too deeply: more than {MAX_DEPTH} values")
+    return value if isinstance(value, dict) else {}
+
+
+def named_values(
+    tree: object, key: str, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Where a key has a value other than null, at any depth, such as (vision_config, backbone)."""
+    entries: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, Mapping) else ()
+    entries = enumerate(tree) if isinstance(tree, list) else entries
+    for name, value in entries:
+        keys = (*above, str(name)[:LONGEST_KEY])
+        if name == key and value is not None:
+            yield keys, value
+        if isinstance(value, Mapping | list):
+            yield from named_values(value, key, keys)

@@ -1,0 +1,98 @@
+"""What the files of a model may make an engine do: nothing but load that model's weights.
+
+Settings of torchao name functions of torch with their arguments, and so run any command; files of a
+processor may name a further model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.checks.preflight import preflight
+from async_opd.config.load import load_config
+from async_opd.core.errors import Problem
+from async_opd.models.engine_args import engine_env
+from async_opd.models.model_files import QUANTIZATIONS
+from tests.fuzz.command import STUDENT, good, written
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
+FURTHER = {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "somebody/further"}
+
+
+def problems(folder: Path, section: str, files: dict[str, Any], *overrides: str) -> list[Problem]:
+    """Of a good config whose ``section`` has a copy of the student with changed files."""
+    path = shutil.copytree(STUDENT, folder / "model")
+    for name, content in files.items():
+        before = json.loads((path / name).read_text()) if (path / name).exists() else {}
+        (path / name).write_text(json.dumps(before | content))
+    file = written(folder, good(folder))
+    config = load_config(file, [f"{section}.model={path}", "sync.verify_every=0", *overrides])
+    return preflight(config, "c.yaml", 0).problems
+
+
+@pytest.mark.parametrize("section", ["student", "teachers.sort"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": {"quantization_config": TORCHAO}},
+        {"config.json": {"quantization_config": TORCHAO | {"quant_method": "TorchAO"}}},
+        {"config.json": {"quantization_config": {"bits": 4}}},
+        {"config.json": {"text_config": {"compression_config": TORCHAO}}},
+        {"config.json": {"thinker_config": {"a": [{"quantization_config": TORCHAO}]}}},
+        {"hf_quant_config.json": TORCHAO},
+    ],
+    ids=["config", "capitals", "no method", "text part", "any depth", "a file beside it"],
+)
+def test_quantization_whose_settings_may_name_functions_is_refused(
+    tmp_path: Path, section: str, files: dict[str, Any]
+) -> None:
+    found = [one for one in problems(tmp_path, section, files) if "may run code" in one.message]
+    assert [one.key for one in found] == [f"{section}.model"]
+    assert f"{section}.trust_remote_code: true" in found[0].remedy
+
+
+@pytest.mark.parametrize("method", sorted(QUANTIZATIONS))
+def test_quantization_of_numbers_and_names_of_layers_is_not(tmp_path: Path, method: str) -> None:
+    files = {"config.json": {"quantization_config": {"quant_method": method}}}
+    assert problems(tmp_path, "teachers.sort", files) == []
+
+
+def test_modelopts_older_file_is_not(tmp_path: Path) -> None:
+    files = {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {}}}
+    assert problems(tmp_path, "teachers.sort", files) == []
+
+
+def test_quantization_of_a_trusted_model_is_the_users_decision(tmp_path: Path) -> None:
+    files = {"config.json": {"quantization_config": TORCHAO}}
+    found = problems(tmp_path, "teachers.sort", files, "teachers.sort.trust_remote_code=true")
+    assert [one for one in found if "may run code" in one.message] == []
+
+
+@pytest.mark.parametrize("section", ["student", "teachers.sort"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"processor_config.json": {"audio_tokenizer": FURTHER}},
+        {"preprocessor_config.json": {"image_processor": {"audio_tokenizer": FURTHER}}},
+        {"audio_tokenizer_config.json": {}},
+    ],
+    ids=["processor", "any depth", "a file"],
+)
+def test_a_further_model_of_a_processor_is_refused_before_an_engine_reads_it(
+    tmp_path: Path, section: str, files: dict[str, Any]
+) -> None:
+    (found,) = problems(tmp_path, section, files)
+    assert (found.key, "audio_tokenizer" in found.message) == (f"{section}.model", True)
+
+
+def test_an_engine_asks_no_hub_unless_its_models_code_is_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert engine_env("cuda")["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in engine_env("cuda", trusted=True)
