@@ -16,6 +16,8 @@ from async_opd.core.scores import SampledLogprobs
 # Ray gives its workers niceness 15. A test beside them that computes in a process of its own takes
 # 28 times their share of a core: engines that start in a minute alone then took more than ten.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Two workers of xdist share two cores, and torch has as many threads in each.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.hookimpl(wrapper=True)

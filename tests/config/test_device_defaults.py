@@ -145,7 +145,7 @@ def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nothing_given")
 def test_ranks_on_gpus_have_segments_that_grow() -> None:
-    assert trainer_env("cpu", 3) == {"OMP_NUM_THREADS": "3"}
+    assert trainer_env("cpu", 3)["OMP_NUM_THREADS"] == "3"
     grown = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert trainer_env("cuda", 3) == grown
 
@@ -185,4 +185,14 @@ def test_a_rank_has_the_threads_that_the_cores_leave_it(
 
 
 def test_a_rank_with_auto_threads_starts_with_one() -> None:
-    assert trainer_env("cpu", "auto") == {"OMP_NUM_THREADS": "1"}
+    assert trainer_env("cpu", "auto")["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
+def test_threads_of_a_rank_on_a_cpu_leave_the_cores_to_engines_while_they_wait(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    assert trainer_env("cpu", 2)["OMP_WAIT_POLICY"] == expected
