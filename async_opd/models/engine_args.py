@@ -162,8 +162,9 @@ def sleep_level(kwargs: dict[str, Any]) -> int:
 
 WAITS = "OMP_WAIT_POLICY"
 """How OpenMP's threads wait for one another. By default they spin, and on cores that they share
-with engines take these from the thread that they wait for: two threads beside one busy process took
-7 to 10 times as long as one; with ``passive`` as long (5 steps of tests/prose.py: 34, 4.5, 4.7 s)."""
+with engines take these from the thread that they wait for: beside one busy process two threads took
+7 to 10 times as long as one, and with ``passive`` as long (5 steps of tests/prose.py: 34, 4.5 and
+4.7 s)."""
 
 
 def trainer_env(device: Device, threads: int | Literal["auto"]) -> dict[str, str]:
