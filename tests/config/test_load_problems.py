@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -181,8 +179,11 @@ def saved(tmp_path: Path, change: float = 0) -> tuple[RunConfig, Path]:
     tree = load_yaml(dump_config(config))
     for key, one in REMOVED.items():
         if one.default is not None:
-            *sections, name = key.replace("*", "a").split(".")
-            reduce(getitem, sections, tree)[name] = one.default + change
+            *outer, name = key.replace("*", "a").split(".")
+            section = tree
+            for part in outer:
+                section = section[part]
+            section[name] = one.default + change
     (tmp_path / "saved.yaml").write_text(dump_yaml(tree))
     return config, tmp_path / "saved.yaml"
 
