@@ -42,7 +42,7 @@ from async_opd.accounting.audit import audit
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 OVERRIDES = (
     *("rollout.replicas=2", "eval.every=0", "eval.teachers=false", "eval.max_prompts=16"),
-    *("supervision.max_restarts=50", "supervision.heartbeat_s=2", "supervision.timeout_s=15"),
+    *("supervision.max_restarts=50", "supervision.timeout_s=15"),
     *("teachers.sort.health.timeout_s=15", "teachers.reverse.health.timeout_s=15"),
     *("sync.timeout_s=15", "checkpoint.every=5", "log.wandb=off", "log.console=plain"),
 )

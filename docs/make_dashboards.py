@@ -1,4 +1,4 @@
-"""Writes docs/dashboards.md from ``async_opd/observability/panels.yaml``.
+"""Writes docs/dashboards.md from ``async_opd/observability/metrics.yaml``.
 
 python docs/make_dashboards.py
 """
@@ -9,11 +9,11 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from async_opd.observability.panels import Panel, panels
+from async_opd.observability.metric_catalogue import Panel, panels
 
 HEAD = """# Dashboards
 
-Made by `python docs/make_dashboards.py` from `async_opd/observability/panels.yaml`.
+Made by `python docs/make_dashboards.py` from `async_opd/observability/metrics.yaml`.
 `async_opd dashboard RUN_DIR|CONFIG` saves these panels as a wandb workspace of the config's
 `log.project` (`pip install 'async-opd[dashboard]'`). Without a wandb login it writes
 `dashboard.json` and prints the command that saves it. The axis is the step; of weight syncs the

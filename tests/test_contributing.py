@@ -14,13 +14,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
-PLACE = re.compile(r"# (?P<file>[\w/]+\.py)(, (?P<how>before|after|instead of) `(?P<line>.*)`)?$")
+PLACE = re.compile(
+    r"# (?P<file>[\w/]+\.(py|yaml))(, (?P<how>before|after|instead of) `(?P<line>.*)`)?$"
+)
 
 
 def blocks() -> list[tuple[re.Match[str], str]]:
     """The places that the blocks of code name in their first line, and the code below it."""
     found = []
-    for block in re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL):
+    for block in re.findall(r"```(?:python|yaml)\n(.*?)```", TEXT, flags=re.DOTALL):
         first, _, code = block.partition("\n")
         place = PLACE.match(first)
         assert place is not None, first
@@ -140,6 +142,22 @@ from tests.trainer.test_batch_metrics import SIZES, learner, samples
 
 metrics = learner().train_batch(samples()).metrics
 assert metrics["train/max_response_tokens"] == max(SIZES)
+""",
+    )
+
+
+def test_the_dashboard_the_report_and_the_live_view_have_the_charts_of_the_metric(
+    changed: Path,
+) -> None:
+    runs(
+        changed,
+        """
+from async_opd.observability.metric_catalogue import live_values, panels, plots
+
+key = "train/max_response_tokens"
+assert [one.title for one in panels() if key in one.keys] == ["Response length"]
+assert "Longest response" in [one.title for one in plots("learning") if one.y == "tokens"]
+assert live_values()[key].name == "longest response"
 """,
     )
 

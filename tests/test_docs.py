@@ -13,12 +13,22 @@ from pathlib import Path
 
 import pytest
 
+from async_opd.config.keys import all_keys, keys_below
+
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_config_reference_is_what_the_code_says() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "make_config.py"))["document"]()
     assert (ROOT / "docs" / "config.md").read_text() == made, "run python docs/make_config.py"
+
+
+def test_the_config_reference_has_the_name_of_every_key() -> None:
+    named = re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    plain = {key for key in all_keys() if not keys_below(key)}
+    plain -= {"data.train", "data.eval", "cold_start.data"}  # sections that have kinds
+    names = {key.rpartition(".")[2] for key in named}
+    assert {key for key in plain if key.rpartition(".")[2] not in names} == set()
 
 
 def test_the_list_of_metrics_is_what_the_catalogue_says() -> None:

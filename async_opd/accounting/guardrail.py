@@ -1,7 +1,7 @@
 """Watches responses for the ways on-policy distillation runs away (arXiv:2604.08527).
 
     truncated    share of responses cut off at ``rollout.max_tokens``
-    drift        mean response length over that of the first ``baseline_steps`` steps
+    drift        mean response length over that of the first ``window`` steps
     repetition   share of a response's 8-grams that occurred in it before
 
 A student whose responses grow until they are cut off, or repeat themselves, is trained on these
@@ -90,7 +90,7 @@ class Guardrail:
 
     def _drift(self, length: float) -> float:
         lengths = self.state.lengths
-        if len(lengths) < self.config.baseline_steps:
+        if len(lengths) < self.config.window:
             self.state = replace(self.state, lengths=(*lengths, length))
             return 1.0
         return length / max(sum(lengths) / len(lengths), 1.0)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from async_opd.accounting.run_state import Cut
+from async_opd.config.keys import drop_removed
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.nesting import too_deep
@@ -85,6 +86,7 @@ def refuse_changes(before: str | bytes, now: str) -> None:
         if too_deep(old):
             raise ValueError("values inside of values")
         data = old["data"]
+        drop_removed(old["config"], all_values=True)
         known = RunConfig.model_validate(old["config"]).model_dump(mode="json", by_alias=True)
     except ValidationError as error:
         message = f"its config is not one of this version: {error.error_count()} faults"

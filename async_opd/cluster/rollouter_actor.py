@@ -30,7 +30,7 @@ from async_opd.sharing.time_sharing import GpuGuests, GpuHost
 from async_opd.waiting.liveness import answer_s
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.stage_calls import StageCalls
-from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
+from async_opd.weight_sync.coordinator import TRIES, BroadcastSync, Snapshot
 from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightReceiver, WeightSender
@@ -170,7 +170,7 @@ class RollouterService:
             timeout_s=config.sync.timeout_s,
             seconds_per_byte=config.sync.seconds_per_byte,
             rolling=config.sync.rolling,
-            tries=config.sync.tries,
+            tries=TRIES,
             newest=newest,
             freshness=_freshness(config),
             evaluators=self.evaluators.stage.members if self.evaluators else None,

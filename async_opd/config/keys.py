@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -14,11 +15,44 @@ from pydantic.fields import FieldInfo
 from async_opd.config.run_config import RunConfig
 
 ROOT: Any = RunConfig
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Why a key of earlier versions was removed, and what replaces it.
+
+    ``default`` was its default, which saved configs have: with it the key changes nothing.
+    """
+
+    why: str
+    default: Any = None
+
+
 REMOVED = {
-    "teachers.*.early_tokens": "scoring while the student decodes was removed: it gained nothing "
-    "where response lengths vary (docs/adr/0008-no-scoring-while-decoding.md)",
+    "teachers.*.early_tokens": Removed(
+        "scoring while the student decodes was removed: it gained nothing where response lengths "
+        "vary (docs/adr/0008-no-scoring-while-decoding.md)"
+    ),
+    "teachers.*.health.min_response_tokens_per_s": Removed(
+        "the speed of one response is a fortieth of health.min_tokens_per_s, that of a replica", 5
+    ),
+    "train.lora.dropout": Removed(
+        "the engines sample without dropout, and with it the student would be trained as another "
+        "model than the one that was sampled",
+        0,
+    ),
+    "sync.tries": Removed("a sync that fails without a failed replica is tried 3 times", 3),
+    "eval.samples_total_mib": Removed(
+        "all files of answers take at most 64 times eval.samples_mib", 1024
+    ),
+    "guardrail.baseline_steps": Removed(
+        "the baseline of the length is the mean of the first guardrail.window steps", 10
+    ),
+    "supervision.heartbeat_s": Removed(
+        "heartbeats come six times in supervision.timeout_s: lower or raise that", 10
+    ),
 }
-"""The reason of the removal, by patterns of keys that earlier versions had."""
+"""By patterns of keys that earlier versions had."""
 RENAMED = {
     "sync.on_stale": "sync.on_wrong_weights",
     "supervision.tries": "supervision.max_restarts",
@@ -85,7 +119,30 @@ def _first_sentence(text: str) -> str:
 
 def why_removed(key: str) -> str | None:
     """The reason why a key of earlier versions was removed; None for any other key."""
-    return next((why for pattern, why in REMOVED.items() if fnmatchcase(key, pattern)), None)
+    return next((one.why for pattern, one in REMOVED.items() if fnmatchcase(key, pattern)), None)
+
+
+def drop_removed(tree: dict[Any, Any], *, all_values: bool = False) -> None:
+    """Deletes keys of earlier versions from a config's content: those with their defaults, or all.
+
+    With ``all_values`` it is the config of a run that has begun, which no user can correct.
+    """
+    for pattern, removed in REMOVED.items():
+        *outer, name = pattern.split(".")
+        for section in _below_pattern(tree, outer):
+            if name in section and (all_values or section[name] == removed.default):
+                del section[name]
+
+
+def _below_pattern(tree: Any, parts: Sequence[str]) -> Iterator[dict[Any, Any]]:
+    """The sections that a pattern of keys means."""
+    if not isinstance(tree, dict):
+        return
+    if not parts:
+        yield tree
+        return
+    for name in list(tree) if parts[0] == "*" else parts[:1]:
+        yield from _below_pattern(tree.get(name), parts[1:])
 
 
 def new_name(key: str) -> str | None:

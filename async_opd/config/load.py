@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from async_opd.config.foreign_keys import name_here
 from async_opd.config.keys import (
     default_of,
+    drop_removed,
     key_of,
     kinds_with,
     new_name,
@@ -62,9 +63,11 @@ def load_config(
     A mapping is the content of a file in ``folder``, by default the working directory.
     Relative paths of models, data and graders, in the file or in overrides, are relative to the
     file's folder; ``run_dir`` stays relative to the working directory. A ``recorded`` config,
-    that of a run directory, reads no environment variable, and its names may have any characters.
+    that of a run directory, reads no environment variable, its names may have any characters, and
+    keys of it that were removed since are ignored.
     """
     source = _prepared(path, overrides, folder, recorded)
+    drop_removed(source.tree, all_values=recorded)
     found = _validated(source)
     if source.problems or not isinstance(found, RunConfig):
         raise ConfigError(_without_secrets(source))
@@ -80,6 +83,7 @@ def load_recorded_config(
     of whole sections, of keys that do not go together, and of overrides raise ConfigError.
     """
     source = _prepared(path, overrides, recorded=True)
+    drop_removed(source.tree)
     left_out: list[Problem] = []
     while not source.problems:
         found = _validated(source)

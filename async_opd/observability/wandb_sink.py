@@ -21,7 +21,7 @@ from async_opd.files.safe_open import make_folder
 from async_opd.observability.loggers.environment import environment
 from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
 from async_opd.observability.loggers.sample_tables import SampleTable, SampleTables
-from async_opd.observability.panels import EVALUATION_STEP, STEP, VERSION
+from async_opd.observability.metric_catalogue import EVALUATION_STEP, STEP, VERSION
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker
 

@@ -1,7 +1,7 @@
 """``async_opd dashboard``: a wandb workspace, validated by ``wandb_workspaces``, then saved.
 
-panels.yaml ──► Workspace ──logged in──► save ──► its URL
-                    └──not logged in──► dashboard.json, and the command that saves it
+metrics.yaml ──► Workspace ──logged in──► save ──► its URL
+                     └──not logged in──► dashboard.json, and the command that saves it
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from async_opd.core.errors import AsyncOPDError
 from async_opd.core.printable import indented
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
-from async_opd.observability.panels import STEP, Panel, panels
+from async_opd.observability.metric_catalogue import STEP, Panel, panels
 from async_opd.observability.wandb_sink import own_mode
 
 if TYPE_CHECKING:

@@ -54,6 +54,11 @@ Snapshot = tuple[int, WeightMeta]
 """A version of the weights, and what is sent for it."""
 
 
+TRIES = 3
+"""Tries of a run's sync that fails without a failed replica; after the last one the run ends. A
+failed replica is rebuilt, and the sync is repeated with the others."""
+
+
 class BroadcastSync:
     """Implements ``async_opd.core.stages.WeightSync`` by one broadcast per group."""
 

@@ -11,7 +11,7 @@ from async_opd.config.sections.reliability import GuardrailConfig
 
 
 def guardrail(**limits: Any) -> Guardrail:
-    return Guardrail(GuardrailConfig(**({"window": 1, "baseline_steps": 2} | limits)))
+    return Guardrail(GuardrailConfig(**({"window": 1} | limits)))
 
 
 def step(length: float = 10.0, truncated: float = 0.0, repetition: float = 0.0) -> dict[str, float]:

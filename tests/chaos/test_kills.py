@@ -27,7 +27,7 @@ TEACHER = (
 CONFIG = (
     *(TEACHER, f"train.steps={STEPS}", f"train.batch_size={BATCH}", "train.ranks=2", "rollout.n=2"),
     *("eval.every=0", "eval.teachers=false", "checkpoint.every=1", "log.wandb=off"),
-    *("supervision.heartbeat_s=2", "supervision.timeout_s=20"),
+    "supervision.timeout_s=20",
 )
 
 

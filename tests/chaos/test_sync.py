@@ -30,7 +30,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "async.staleness_threshold=3",  # enough samples beside those that the stopped one holds
         "eval.every=0",
         "eval.teachers=false",
-        "supervision.heartbeat_s=600",
+        "supervision.timeout_s=3600",  # no heartbeat ejects the stopped one
         "sync.timeout_s=8",
         "sync.verify_every=0",  # a replica may be stopped while it scores held rows, too
         "sync.chunk_mib=1",

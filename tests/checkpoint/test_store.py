@@ -262,6 +262,13 @@ def test_where_and_how_fast_may_change(changes: dict[str, Any]) -> None:
     refuse_changes(identity(config(), ROWS), identity(config(**changes), ROWS))
 
 
+@pytest.mark.parametrize("tries", [3, 5])
+def test_a_run_that_began_with_a_key_that_was_removed_since_goes_on(tries: int) -> None:
+    before = json.loads(identity(config(), ROWS))
+    before["config"]["sync"]["tries"] = tries
+    refuse_changes(json.dumps(before), identity(config(), ROWS))
+
+
 def test_other_rows_under_the_same_name_are_refused() -> None:
     others = [[Row("0:0", "a", "1+2=", "3", {})]]
     with pytest.raises(ConfigError, match="the files hold other rows"):

@@ -89,7 +89,7 @@ class World:
         self.process: Any = Process("queue")
         self.told: list[str] = []
         self.reissued = asyncio.Semaphore(0)
-        bounds = {"max_restarts": tries, "delay_s": 1e-3, "heartbeat_s": 1e-3, "timeout_s": 1}
+        bounds = {"max_restarts": tries, "delay_s": 1e-3, "timeout_s": 1}
         others: list[Any] = [Process(name) for name in ("scorer", "rollouter", "trainer")]
         stages = self.process, *others
         waits = Waits(self.told.append)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from async_opd.config.keys import REMOVED, RENAMED, default_of, keys_below
-from async_opd.config.load import dump_config, load_config
+from async_opd.config.load import dump_config, load_config, load_recorded_config
 from async_opd.config.run_config import RunConfig
+from async_opd.config.yaml_text import dump_yaml, load_yaml
 from async_opd.core.errors import ConfigError, Problem
 
 MINIMAL = "student: {model: s}\nteachers: {a: {model: t}}\ndata: {train: a.jsonl}\n"
@@ -52,11 +53,6 @@ def test_several_greedy_answers_to_a_prompt_are_refused(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, "eval: {n: 4}")
     assert "with temperature 0 all answers to a prompt are the same" in problem.message
     assert load(tmp_path, "eval: {n: 4, temperature: 0.7}").eval.n == 4
-
-
-def test_one_file_of_answers_is_not_larger_than_all_may_be(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, "eval: {samples_mib: 8, samples_total_mib: 4}")
-    assert (problem.key, "less than samples_mib" in problem.message) == ("eval", True)
 
 
 def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
@@ -169,6 +165,47 @@ def test_a_removed_key_is_answered_on_the_command_line_too(tmp_path: Path) -> No
     (problem,) = problems(tmp_path, "", "teachers.a.early_tokens=256")
     assert (problem.where, problem.key) == ("command line", "teachers.a.early_tokens")
     assert "was removed" in problem.message
+
+
+WITH_DEFAULTS = [key.replace("*", "a") for key, one in REMOVED.items() if one.default is not None]
+
+
+def saved(tmp_path: Path, change: float = 0) -> tuple[RunConfig, Path]:
+    """A config, and its file of an earlier version with the removed keys, by default as they were.
+
+    Their defaults are numbers, to which ``change`` is added.
+    """
+    config = load(tmp_path, "train: {lora: {rank: 8}}")
+    tree = load_yaml(dump_config(config))
+    for key, one in REMOVED.items():
+        if one.default is not None:
+            *outer, name = key.replace("*", "a").split(".")
+            section = tree
+            for part in outer:
+                section = section[part]
+            section[name] = one.default + change
+    (tmp_path / "saved.yaml").write_text(dump_yaml(tree))
+    return config, tmp_path / "saved.yaml"
+
+
+def test_a_saved_config_with_the_defaults_of_removed_keys_is_that_without_them(
+    tmp_path: Path,
+) -> None:
+    config, file = saved(tmp_path)
+    assert load_config(file) == load_config(file, recorded=True) == config
+    assert load_recorded_config(file) == (config, [])
+
+
+def test_a_removed_key_with_another_value_is_refused_but_in_the_config_of_a_run(
+    tmp_path: Path,
+) -> None:
+    config, file = saved(tmp_path, change=1)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert sorted(problem.key for problem in caught.value.problems) == sorted(WITH_DEFAULTS)
+    assert load_config(file, recorded=True) == config
+    found, left_out = load_recorded_config(file)
+    assert (found, len(left_out)) == (config, len(WITH_DEFAULTS))
 
 
 @pytest.mark.parametrize(("pattern", "new"), RENAMED.items())

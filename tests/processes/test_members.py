@@ -61,9 +61,7 @@ class World:
         care: dict[str, Any] = {"serve": self._serve, "alive": self._alive, "leave": self._leave}
         care |= {"rebuild": self._rebuild, "reached": lambda member: self.reached}
         care |= {"probe": self._probe, "probes": probes} if probes else {}
-        supervision = SupervisionConfig(
-            max_restarts=tries, delay_s=2, window_s=100, heartbeat_s=10, timeout_s=60
-        )
+        supervision = SupervisionConfig(max_restarts=tries, delay_s=2, window_s=100, timeout_s=60)
         self.members = MemberSet(
             "world",
             {f"m/{index}": Process(f"m/{index}") for index in range(count)},

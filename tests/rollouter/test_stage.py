@@ -110,7 +110,7 @@ class World:
             dict(self.replicas),
             queue,
             self.rebuild,
-            SupervisionConfig(max_restarts=tries, delay_s=2, heartbeat_s=10, timeout_s=60),
+            SupervisionConfig(max_restarts=tries, delay_s=2, timeout_s=60),
             timer=self.clock,
             current=current,
         )

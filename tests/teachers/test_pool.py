@@ -341,7 +341,7 @@ async def test_a_hanging_replica_times_out_by_the_tokens_it_has_and_the_work_goe
 
 async def test_one_long_answer_of_a_teacher_has_the_time_that_its_tokens_take_one_by_one() -> None:
     sampling = SamplingSpec(max_tokens=1000, temperature=0.0, top_p=1.0, n=1)
-    async with pool(Fake(hangs=True), timeout_s=5, min_response_tokens_per_s=2) as (teacher, clock):
+    async with pool(Fake(hangs=True), timeout_s=5, min_tokens_per_s=80) as (teacher, clock):
         asked = asyncio.create_task(teacher.generate([make_prompt("p")], sampling))
         await settle()
         assert clock.set_for == [5 + 1000 / 2]

@@ -16,7 +16,7 @@ from aiohttp import web
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
-from async_opd.observability.panels import panels
+from async_opd.observability.metric_catalogue import panels
 from async_opd.tools import dashboard as made
 
 pytestmark = pytest.mark.slow

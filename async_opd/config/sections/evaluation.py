@@ -8,6 +8,9 @@ from pydantic import Field, PositiveInt, model_validator
 
 from async_opd.config.sections.section import Name, Section
 
+FILES = 64
+"""All files with answers of evaluations, by the largest one."""
+
 
 class EvalConfig(Section):
     """Accuracy on ``data.eval``: before training, every ``every`` weight versions, and after."""
@@ -38,9 +41,8 @@ class EvalConfig(Section):
     """Least score of an answer that ``pass@k`` counts as correct."""
     samples_mib: float = Field(default=16, ge=0)
     """Maximum size of ``evals/step_N.jsonl``, which has the answers of the evaluation at step N,
-    of each data source equally many; 0: no files."""
-    samples_total_mib: float = Field(default=1024, ge=0)
-    """Maximum size of all files in ``evals``: those of the oldest steps make room for others."""
+    of each data source equally many; 0: no files. All files together take at most 64 times as much:
+    those of the oldest steps make room for others."""
     replicas: int = Field(default=0, ge=0)
     """Engines that only evaluate, as ``rollout`` says otherwise, on GPUs of their own: an
     evaluation then measures exactly one weight version, and takes nothing from the rollouts. 0: the
@@ -57,14 +59,10 @@ class EvalConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _all_files_hold_one(self) -> Self:
-        if self.samples_total_mib < self.samples_mib:
-            raise ValueError(
-                f"samples_total_mib is {self.samples_total_mib:g}, less than samples_mib, which is "
-                f"{self.samples_mib:g} and bounds one file: raise the one, or lower the other"
-            )
-        return self
+    @property
+    def samples_total_mib(self) -> float:
+        """Maximum size of all files in ``evals``."""
+        return FILES * self.samples_mib
 
 
 class GradingConfig(Section):

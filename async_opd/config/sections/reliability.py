@@ -68,14 +68,12 @@ class GuardrailConfig(Section):
     max_truncated_share: float = Field(default=0.5, gt=0, le=1)
     """Limit of the share of responses that are cut off at ``rollout.max_tokens``."""
     max_length_drift: float = Field(default=3.0, gt=1)
-    """Limit of the mean response length, as a multiple of that of the first ``baseline_steps``
-    steps."""
+    """Limit of the mean response length, as a multiple of that of the first ``window`` steps."""
     max_repetition: float = Field(default=0.5, gt=0, le=1)
     """Limit of the mean share of a response's 8-grams that occurred in it before."""
-    baseline_steps: PositiveInt = 10
-    """Steps at the start that define the baseline of the length."""
     window: PositiveInt = 10
-    """Steps over which the values are smoothed (exponential mean)."""
+    """Steps over which the values are smoothed (exponential mean), and steps at the start that
+    define the baseline of the length."""
 
 
 class ShutdownConfig(Section):
@@ -105,6 +103,10 @@ class TimeoutConfig(Section):
     """Clean shutdown, after which remaining processes are killed."""
 
 
+HEARTBEATS = 6
+"""Heartbeats in ``supervision.timeout_s``: a death is noticed soon by the measure of that bound."""
+
+
 class SupervisionConfig(Section):
     """Restarts of replicas, stages and ranks that die or hang. See docs/reliability.md."""
 
@@ -119,9 +121,12 @@ class SupervisionConfig(Section):
     """Seconds before a restart: 0 before the first that is not forgotten, this before the second,
     then 3, 7, 15 … times as many. Probes of a teacher's replica that failed come after the same
     times, at most 30 s apart."""
-    heartbeat_s: float = Field(default=10, gt=0)
-    """Seconds between two heartbeats of a student's replica, the queue, the rollout stage, the
-    scoring stage or a rank. A teacher's replica has none: its calls and reports show failures."""
     timeout_s: float = Field(default=60, gt=0)
-    """A member whose heartbeat has no answer within this time counts as dead, is ended and
-    restarted."""
+    """A student's replica, the queue, the rollout stage, the scoring stage or a rank whose
+    heartbeat has no answer within this time counts as dead, is ended and restarted. Heartbeats come
+    six times in it. A teacher's replica has none: its calls and reports show failures."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats."""
+        return self.timeout_s / HEARTBEATS

@@ -18,19 +18,27 @@ CALL_SAMPLES = 64
 that is ready, and the others nothing."""
 
 
+RESPONSES = 40
+"""A replica's speed by that of one response, of many that it generates at the same time."""
+
+
 class CallHealth(Section):
     """Timeouts and tries of calls to a teacher."""
 
     timeout_s: float = Field(default=60, gt=0)
     """Timeout of a call, to which the time of the tokens outstanding on its replica is added."""
     min_tokens_per_s: float = Field(default=200, gt=0)
-    """Lowest assumed speed of a replica, which gives the time of its outstanding tokens."""
-    min_response_tokens_per_s: float = Field(default=5, gt=0)
-    """Lowest assumed speed of one response of the teacher itself (``eval.teachers``), which gives
-    the timeout of its ``max_tokens``."""
+    """Lowest assumed speed of a replica, which gives the time of its outstanding tokens. One
+    response of the teacher itself (``eval.teachers``) may be forty times as slow, which gives the
+    timeout of its ``max_tokens``."""
     tries: int = Field(default=4, ge=2)
     """Calls with a rollout before it is dead-lettered: half of them with its whole batch, the
     others alone."""
+
+    @property
+    def min_response_tokens_per_s(self) -> float:
+        """Lowest assumed speed of one response."""
+        return self.min_tokens_per_s / RESPONSES
 
     def response_s(self, tokens: int) -> float:
         """Timeout in seconds of one response of ``tokens``, which are generated one by one."""

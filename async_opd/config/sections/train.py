@@ -70,18 +70,6 @@ class LoraConfig(Section):
     """What a weight sync sends: all weights, with W + s · B A in place of W (``merged``), or the
     adapters only, which vLLM's LoRA layers apply (``adapter``): less to send, and slower
     generation."""
-    dropout: float = 0.0
-    """0. The student trains in eval mode, since its engines sampled without dropout."""
-
-    @field_validator("dropout")
-    @classmethod
-    def _is_0(cls, value: float) -> float:
-        if value:
-            raise ValueError(
-                "0: the engines sample without dropout, and with it the student would be trained "
-                "as another model than the one that was sampled"
-            )
-        return value
 
     @property
     def scale(self) -> float:
@@ -299,9 +287,6 @@ class SyncConfig(Section):
     for it, this is the longest time without a token."""
     min_mib_per_s: float = Field(default=128, gt=0)
     """Lowest assumed speed at which the weights reach all engines and are loaded."""
-    tries: PositiveInt = 3
-    """Tries of a sync that fails without a failed replica; after the last one the run ends. A
-    failed replica is rebuilt, and the sync is repeated with the others."""
     verify_every: int = Field(default=10, ge=0)
     """Syncs between two proofs that every rollout replica has the trainer's weights: both score a
     few held rows, and digests of the engines' parameters are compared. The first sync is always

@@ -10,21 +10,13 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import DEAD, STALE
 from async_opd.observability.live.curve import Curve
+from async_opd.observability.metric_catalogue import live_values
 from async_opd.observability.terminal import duration
 from async_opd.waiting.waits import WAITING
 
 MESSAGES = 5
 MESSAGE_CHARACTERS = 1000
 """The longest message; run.log has all of it."""
-CURVES = {
-    "loss": ("loss/total", "{:.4g}"),
-    "gradient norm": ("train/grad_norm", "{:.3g}"),
-    "response tokens": ("train/mean_response_tokens", "{:.4g}"),
-    "staleness": ("staleness/mean", "{:.2f}"),
-    "samples/s": ("perf/samples_per_s", "{:.4g}"),
-    "overlap": ("perf/overlap", "{:.0%}"),
-}
-"""Metric and format of each curve but those of accuracies."""
 MAX_CURVES = 64
 
 
@@ -80,7 +72,7 @@ class ViewState:
         self.messages: tuple[str, ...] = ()
         teachers = (on_one_line(f"teacher/{name}") for name in config.teachers)
         self._pools = ("rollout", *teachers, "train")
-        self._curve_keys = {key for key, _ in CURVES.values()} | {
+        self._curve_keys = live_values().keys() | {
             f"{pool}/{of}" for pool in self._pools for of in ("busy", "tokens_per_s")
         }
         self._curves: Mapping[str, Curve] = {}
@@ -187,10 +179,10 @@ class ViewState:
 
     @property
     def curves(self) -> list[CurveRow]:
-        """The curves of those of ``CURVES`` that have a value, and of each source's accuracy."""
+        """Those curves of metrics.yaml that have a value, and each source's accuracy."""
         found = [
-            CurveRow(name, form.format(self.metrics[key]), self._curves.get(key, Curve()))
-            for name, (key, form) in CURVES.items()
+            CurveRow(one.name, format(self.metrics[key], one.form), self._curves.get(key, Curve()))
+            for key, one in live_values().items()
             if key in self.metrics
         ]
         return found + [

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from async_opd.config.secrets import Redactor
+from async_opd.observability.metric_catalogue import catalogue
 from async_opd.tools.report.charts import Chart, Line, lines
 from async_opd.tools.report.facts import tiles_of
 from async_opd.tools.report.page import Section, page, paragraphs, table, text
@@ -64,7 +65,7 @@ def comparison(runs: Sequence[RecordedRun]) -> str:
         Section("figures", "Figures", table(columns, figures)),
         Section("keys", "What differs", table(("key", *names), keys) if keys else no_keys),
         Section("learning", "Learning", "", tuple(_learning(runs, names))),
-        Section("speed", "Speed and staleness", "", tuple(_speed(runs, names))),
+        Section("speed", "Speed and staleness", "", tuple(_overlaid(runs, names, "speed"))),
     ]
     return page(f"{len(runs)} runs · async_opd compare", head, sections)
 
@@ -79,21 +80,20 @@ def _learning(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[Cha
         chart = lines(f"accuracy-{index}", title, note, found, y="accuracy", form=".0%")
         if chart is not None:
             yield chart
-    yield from _overlaid(runs, names, "loss/distillation", "Distillation loss", "nats")
+    yield from _overlaid(runs, names, "learning")
 
 
-def _speed(runs: Sequence[RecordedRun], names: Sequence[str]) -> Iterator[Chart]:
-    yield from _overlaid(runs, names, "perf/samples_per_s", "Throughput", "samples/s")
-    yield from _overlaid(runs, names, "staleness/mean", "Mean staleness", "versions")
-
-
-def _overlaid(
-    runs: Sequence[RecordedRun], names: Sequence[str], key: str, title: str, unit: str
-) -> Iterator[Chart]:
-    found = [Line(name, run.series(key)) for run, name in zip(runs, names, strict=True)]
-    chart = lines(key.replace("/", "-"), title, f"{key}, step by step.", found, y=unit)
-    if chart is not None:
-        yield chart
+def _overlaid(runs: Sequence[RecordedRun], names: Sequence[str], part: str) -> Iterator[Chart]:
+    """The charts that ``observability/metrics.yaml`` has for a part of the page."""
+    for metric in catalogue():
+        overlay, key = metric.chart.compare, metric.pattern
+        if overlay is None or overlay.part != part:
+            continue
+        found = [Line(name, run.series(key)) for run, name in zip(runs, names, strict=True)]
+        title, note = overlay.title, f"{key}, step by step."
+        chart = lines(key.replace("/", "-"), title, note, found, y=metric.unit)
+        if chart is not None:
+            yield chart
 
 
 def _last(run: RecordedRun) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""Which charts a run has: learning, teachers, staleness, pools over time, the life of a sample.
+"""Which charts a run has: those of metrics.yaml, pools over time, the life of a sample.
 
+metrics.yaml ──► Plot ─┐
 RecordedRun ──metrics by key──► Line … ──charts──► Chart
             ──lives──► Span …  ──────────────────────┘
 """
@@ -7,10 +8,11 @@ RecordedRun ──metrics by key──► Line … ──charts──► Chart
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from async_opd.core.uid import TRACED
+from async_opd.observability.metric_catalogue import Part, Plot, expression, plots
 from async_opd.tools.report.charts import (
     Chart,
     Line,
@@ -39,71 +41,48 @@ WINDOWS = 60
 """Points of a pool's shares over time: each is the mean of as many steps as that takes."""
 _ACCURACY = re.compile(r"eval/(.+)/accuracy")
 _SEVERAL = re.compile(r"eval/(.+/(?:pass@(?!1$)|maj@)\d+)")
-_SOURCE_LOSS = re.compile(r"source/(.+)/loss")
 _LAG = re.compile(r"staleness/lag_(\d{1,3})")
-_LENGTH = re.compile(r"source/(.+)/mean_response_tokens")
-_TEACHER_LOSS = re.compile(r"teacher/(.+)/loss")
-_TEACHER_GAP = re.compile(r"teacher/(.+)/gap")
-_AGREEMENT = re.compile(r"teacher/(.+)/agreement")
 
 
-def learning(run: RecordedRun) -> Iterator[Chart | None]:
-    """Evaluations by source, the loss, and per teacher its loss and its gap to the student."""
-    yield lines(
-        "accuracy",
-        "Accuracy by source",
-        "Evaluations of the student; bands are one standard error. It should rise, source by "
-        "source.",
-        list(evaluation_lines(run)),
-        y="accuracy",
-        form=".0%",
-    )
-    yield lines(
-        "several",
-        "Several answers to each prompt",
-        "pass@k: at least one of k is correct. maj@n: the most frequent answer is.",
-        list(_by_name(run, _SEVERAL)),
-        y="share of prompts",
-        form=".0%",
-    )
-    yield lines(
-        "loss",
-        "Distillation loss",
-        "Mean over the response tokens of each step, in nats. It falls, and flattens where the "
-        "student has what the teachers can give.",
-        [Line("loss", run.series("loss/distillation") or run.series("loss/total"))],
-        y="nats",
-    )
-    yield lines(
-        "source-loss",
-        "Loss by source",
-        "The same, of the tokens of each data source.",
-        list(_by_name(run, _SOURCE_LOSS)),
-        y="nats",
-    )
-    yield lines(
-        "teacher-loss",
-        "Loss by teacher",
-        "The same, of the tokens that each teacher scored.",
-        list(_by_name(run, _TEACHER_LOSS)),
-        y="nats",
-    )
-    yield lines(
-        "teacher-gap",
-        "Gap to each teacher",
-        "log q(student) − log p(teacher) of sampled tokens, in nats: an estimate of the "
-        "reverse KL, 0 where both agree.",
-        list(_by_name(run, _TEACHER_GAP)) or list(_by_name(run, _AGREEMENT, sign=-1)),
-        y="nats",
-    )
-    yield lines(
-        "lengths",
-        "Response length by source",
-        "Mean tokens of each step's responses. A length that keeps growing often ends in "
-        "truncation.",
-        list(_by_name(run, _LENGTH)),
-        y="tokens",
-    )
+def metric_charts(run: RecordedRun, part: Part) -> Iterator[Chart | None]:
+    """The charts that ``observability/metrics.yaml`` has for a part of the page."""
+    for plot in plots(part):
+        yield KINDS[plot.kind](run, plot)
+
+
+def _lines(run: RecordedRun, plot: Plot) -> Chart | None:
+    found = [line for label, keys in plot.lines.items() for line in _line(run, label, keys)]
+    return lines(plot.key, plot.title, plot.note, found, y=plot.y, form=plot.form)
+
+
+def _line(run: RecordedRun, label: str, keys: Sequence[str]) -> list[Line]:
+    """The lines of the first of the keys, or patterns, that has values."""
+    for key in keys:
+        sign, pattern = (-1, key[1:]) if key.startswith("-") else (1, key)
+        if drawn := list(_by_name(run, expression(pattern), sign, label)):
+            return drawn
+    return []
+
+
+def _by_name(
+    run: RecordedRun, pattern: re.Pattern[str], sign: int = 1, label: str = ""
+) -> Iterator[Line]:
+    """A line for each key that the pattern matches, times ``sign``, named by its first group."""
+    for key in sorted(run.keys):
+        if found := pattern.fullmatch(key):
+            name = found[1] if pattern.groups else label
+            yield Line(name, [(step, sign * value) for step, value in run.series(key)])
+
+
+def _accuracies(run: RecordedRun, plot: Plot) -> Chart | None:
+    found = list(evaluation_lines(run))
+    return lines(plot.key, plot.title, plot.note, found, y=plot.y, form=plot.form)
+
+
+def _several_answers(run: RecordedRun, plot: Plot) -> Chart | None:
+    """Of ``eval`` only, without pass@1, which is the accuracy."""
+    found = list(_by_name(run, _SEVERAL))
+    return lines(plot.key, plot.title, plot.note, found, y=plot.y, form=plot.form)
 
 
 def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
@@ -128,8 +107,8 @@ def _initial(run: RecordedRun, key: str) -> list[tuple[int, float]]:
     return run.series(key.replace("eval/", "eval_initial/", 1))
 
 
-def staleness(run: RecordedRun) -> Iterator[Chart | None]:
-    """The histogram of all trained samples, and the mean over time."""
+def _lags(run: RecordedRun, plot: Plot) -> Chart | None:
+    """A histogram of all trained samples."""
     lags = (_LAG.fullmatch(key) for key in sorted(run.keys))
     counts = {int(found[1]): total(run.steps, found[0]) for found in lags if found}
     trained = sum(counts.values()) or 1.0
@@ -138,36 +117,20 @@ def staleness(run: RecordedRun) -> Iterator[Chart | None]:
         (f"{lag} or more" if lag == 8 else str(lag), counts.get(lag, 0.0) / trained)
         for lag in range(most + 1)
     ]
-    yield bars(
-        "staleness",
-        "Staleness of trained samples",
-        "Weight versions between the oldest token of a sample and the weights it trained. About "
-        "async.staleness_threshold, and rarely more than one above it.",
-        named if counts else [],
-        x="versions",
-    )
-    found = [
-        Line("largest", run.series("staleness/max")),
-        Line("mean", run.series("staleness/mean")),  # drawn later: both are seen where they meet
-    ]
-    yield lines(
-        "staleness-steps",
-        "Staleness over time",
-        "Of each step's batch. It rises during the first versions and stays level after them.",
-        found,
-        y="versions",
-    )
+    return bars(plot.key, plot.title, plot.note, named if counts else [], x=plot.y)
 
 
-def throughput(run: RecordedRun) -> Iterator[Chart | None]:
-    """Samples per second, and how each pool spent its time."""
-    yield lines(
-        "rate",
-        "Throughput",
-        "Trained samples per second, step by step. It dips in weight syncs.",
-        [Line("samples/s", run.series("perf/samples_per_s"))],
-        y="samples/s",
-    )
+KINDS = {
+    "lines": _lines,
+    "accuracies": _accuracies,
+    "several_answers": _several_answers,
+    "lags": _lags,
+}
+"""How a chart of the table is drawn, by its kind."""
+
+
+def pool_charts(run: RecordedRun) -> Iterator[Chart]:
+    """How each pool spent its time."""
     size = -(-len(run.steps) // WINDOWS) or 1
     windows = [run.steps[at : at + size] for at in range(0, len(run.steps), size)]
     found = [(rows[-1].step, pool_times(run, rows)) for rows in windows]
@@ -254,10 +217,3 @@ def _named(lives: Sequence[Life]) -> list[tuple[str, Life]]:
 COLOURED = (COMPUTING, PROMPTS, ROLLOUTS, SCORED, SYNC, GPUS, OTHER)
 """Shares from below, so that pools have the same colours: of the waits for input each has one."""
 PLACES = tuple(dict.fromkeys(place for place, _ in PARTS.values()))
-
-
-def _by_name(run: RecordedRun, pattern: re.Pattern[str], sign: int = 1) -> Iterable[Line]:
-    """A line for each key that the pattern matches, named by its first group, times ``sign``."""
-    for key in sorted(run.keys):
-        if found := pattern.fullmatch(key):
-            yield Line(found[1], [(step, sign * value) for step, value in run.series(key)])

@@ -22,7 +22,7 @@ from async_opd.tools.report.charts import shares_over_time
 from async_opd.tools.report.comparison import differing_keys, labels
 from async_opd.tools.report.facts import Facts, facts_of
 from async_opd.tools.report.recorded_run import RecordedRun, read_recorded_run
-from async_opd.tools.report.run_charts import evaluation_lines, sample_lives, staleness
+from async_opd.tools.report.run_charts import evaluation_lines, metric_charts, sample_lives
 from async_opd.tools.report.run_report import report
 from async_opd.tools.report.verdict import judge
 from tests.tools.plan.runs import CONFIG, write_run
@@ -195,7 +195,9 @@ def test_the_shares_of_a_window_of_steps_are_drawn_over_its_steps() -> None:
 
 
 def test_the_mean_staleness_is_drawn_over_the_largest(run: RecordedRun) -> None:
-    (chart,) = (one for one in staleness(run) if one and one.key == "staleness-steps")
+    (chart,) = (
+        one for one in metric_charts(run, "staleness") if one and one.key == "staleness-steps"
+    )
     assert chart.spec["layer"][-1]["encoding"]["strokeDash"]["field"] == "s"
     names = dict.fromkeys(one["s"] for one in chart.spec["data"]["values"])
     assert list(names) == ["largest", "mean"]  # the later line is dashed, and drawn on top

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_opd.tools.report.recorded_run import read_recorded_run
-from async_opd.tools.report.run_charts import throughput
+from async_opd.tools.report.run_charts import pool_charts
 from tests.tools.report.pages import write_full_run
 
 
@@ -22,6 +22,6 @@ def test_a_wait_that_only_some_windows_have_is_drawn_for_all(tmp_path: Path, fir
         if "perf/step_s" in row and (row["step"] <= 18) == first:
             row["train/wait_gpu_s"] = 0.01
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    charts = {one.key: one for one in throughput(read_recorded_run(folder)) if one is not None}
+    charts = {one.key: one for one in pool_charts(read_recorded_run(folder))}
     trainer = list(charts.values())[-1]
     assert "GPUs that other pools use" in trainer.columns
