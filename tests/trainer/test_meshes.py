@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from async_opd.core.scores import HiddenStates
 from benchmarks.local_ranks import in_processes
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import kept_gradients, random_sample, tiny_model
 from tests.trainer.oracle import config_of, every_loss
 from trainer.batches.token_weights import TokenWeighting
 from trainer.layers.recomputation import recompute_activations
@@ -26,7 +25,7 @@ from trainer.parallel.follower import Follower
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
-from trainer.student.sharding import full_tensor, join_mesh
+from trainer.student.sharding import join_mesh
 from trainer.teacher_heads import TeacherHead
 
 pytestmark = pytest.mark.slow
@@ -112,8 +111,8 @@ def heads() -> dict[str, TeacherHead]:
     }
 
 
-def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Rank:
-    """A rank in float64, which keeps the full gradients of its step."""
+def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Any:
+    """A rank in float64; ``gradients`` are those of its step."""
     loss = config_of(**OBJECTIVES[name])
     reward = RewardConfig() if name.startswith("reward") else None
     train = TrainConfig.model_validate({**TRAIN, **layout, "ranks": 1 if mesh is None else RANKS})
@@ -122,13 +121,9 @@ def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Rank:
     model = tiny_model().double()
     if name in RECOMPUTED:
         recompute_activations(model, RECOMPUTED[name])
-    rank = Rank(model, objective, train, CPU, needed, mesh)
-    rank.optimizer.register_step_pre_hook(partial(keep_gradients, rank))
+    rank: Any = Rank(model, objective, train, CPU, needed, mesh)
+    rank.gradients = kept_gradients(rank)
     return rank
-
-
-def keep_gradients(rank: Any, *_: Any) -> None:
-    rank.gradients = {n: full_tensor(p.grad).clone() for n, p in rank.model.named_parameters()}
 
 
 def step(name: str, rank: Any, rank_group: RankGroup) -> Seen:

@@ -155,19 +155,11 @@ def gradients(
 ) -> tuple[Gradients, dict[str, float]]:
     """The gradients a step would have used, and its metrics; float64."""
     config = ForwardKLConfig(**loss)
-    made = Learner(
-        Rank(
-            tiny_model().double(),
-            build_objective(config, reward),
-            TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9),
-            torch.device("cpu"),
-        ),
-        TokenWeighting.of(config, reward, 20, teachers),
-    )
-    kept: Gradients = {}
-    made._rank.optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
-        {name: p.grad.clone() for name, p in made.model.named_parameters()}
-    )
+    train = TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9)
+    objective = build_objective(config, reward)
+    rank = Rank(tiny_model().double(), objective, train, torch.device("cpu"))
+    kept = kept_gradients(rank)
+    made = Learner(rank, TokenWeighting.of(config, reward, 20, teachers))
     return kept, made.train_batch(samples).metrics
 
 
