@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -163,23 +162,3 @@ def test_a_smaller_scale_predicts_the_same() -> None:
 def test_a_long_run_goes_on_as_its_first_part() -> None:
     case = replace(setting(train_tokens_per_s=1000.0), steps=20_000)
     assert predict(case).seconds == pytest.approx(20_000 * 32 * 120 / 1000, rel=0.02)
-
-
-def test_two_thousand_replicas_are_a_matter_of_seconds() -> None:
-    large = setting(
-        replicas=2000,
-        slots=32,
-        n=4,
-        sigma=1.0,
-        batch_size=8192,
-        sync_steps=4,
-        staleness_threshold=2.0,
-        steps=24,
-        teachers=(teacher("a", 100, 64, 0.05, 2e5),),
-        train_tokens_per_s=1e7,
-        queue_samples=10**6,
-    )
-    started = time.process_time()
-    found = simulate(large, endless=True)
-    assert time.process_time() - started < 30
-    assert found.samples_per_s > 1000
