@@ -94,7 +94,7 @@ def batch(k: int = 6) -> list[Sample]:
 
 
 def recorded(folder: Path, learner: Learner) -> dict[str, SampleRecord]:
-    learner._on_all_ranks("flush_records")
+    learner.compared("flush_records")
     return {one.uid: one for one in records(folder)}
 
 
@@ -227,7 +227,7 @@ def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
         made = learner_of(tmp_path / "two", {"kind": "forward_kl"}, None, spec, rank_group, **train)
         metrics = made.train_batch(batch()).metrics
-        made._on_all_ranks("flush_records")
+        made.compared("flush_records")
         return metrics
 
     def follow(spec: RankSpec) -> Follower:
@@ -249,7 +249,7 @@ def test_the_share_that_is_recorded_does_not_depend_on_the_batch(tmp_path: Path)
     first, second = batch()[:4], batch()[2:]
     for samples in (first, second, first[::-1]):
         made.train_batch(samples)
-        made._on_all_ranks("flush_records")
+        made.compared("flush_records")
     uids = [{one.uid for one in records(tmp_path, [step])} for step in (1, 2, 3)]
     both = {one.rollout.uid for one in first} & {one.rollout.uid for one in second}
     assert uids[0] == uids[2]
@@ -304,9 +304,9 @@ def test_an_error_of_writing_is_noted_once_and_ends_no_step(tmp_path: Path) -> N
     noted = []
     for _ in range(3):
         noted += made.train_batch(batch()).notes
-        made._on_all_ranks("flush_records")
+        made.compared("flush_records")
     lost = made.train_batch(batch()).metrics["microscope/lost"]
-    made._on_all_ranks("flush_records")
+    made.compared("flush_records")
     assert lost == 15
     assert len([*noted, *drain_notes()]) == 1
     assert "records of step 1 are lost: FileExistsError" in noted[0]
