@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def recorder(folder: Path, rank: int = 0, share: float = 1.0, top_k: int = 3) ->
 
 
 def learner_of(
-    folder: Path | None,
+    to: Path | Recorder | None,
     loss: dict[str, Any],
     reward: RewardConfig | None = None,
     spec: RankSpec | None = None,
@@ -69,7 +70,8 @@ def learner_of(
 ) -> Learner:
     config: Any = TypeAdapter(Loss).validate_python(loss)
     rank = rank_of(config, reward, spec, heads, **train)
-    rank.recorder = None if folder is None else recorder(folder, 0 if spec is None else spec.rank)
+    own = 0 if spec is None else spec.rank
+    rank.recorder = recorder(to, own) if isinstance(to, Path) else to
     return Learner(rank, TokenWeighting.of(config, reward, 16), rank_group)
 
 
@@ -244,8 +246,7 @@ def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
 
 
 def test_the_share_that_is_recorded_does_not_depend_on_the_batch(tmp_path: Path) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"})
-    made._rank.recorder = recorder(tmp_path, share=0.3)
+    made = learner_of(recorder(tmp_path, share=0.3), {"kind": "forward_kl"})
     first, second = batch()[:4], batch()[2:]
     for samples in (first, second, first[::-1]):
         made.train_batch(samples)
@@ -270,10 +271,9 @@ def test_a_step_that_is_not_finite_is_recorded_with_its_reason(tmp_path: Path) -
 def test_values_of_a_step_that_failed_are_in_no_later_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"}, tokens_per_micro_batch=12)
-    recorder = made._rank.recorder
-    assert recorder is not None
-    take, calls = recorder.take, list[int]()
+    own = recorder(tmp_path)
+    made = learner_of(own, {"kind": "forward_kl"}, tokens_per_micro_batch=12)
+    take, calls = own.take, list[int]()
 
     def failing(*given: Any) -> None:
         take(*given)
@@ -281,21 +281,21 @@ def test_values_of_a_step_that_failed_are_in_no_later_record(
         if len(calls) == 2:
             raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr(recorder, "take", failing)
+    monkeypatch.setattr(own, "take", failing)
     with pytest.raises(RuntimeError):
         made.train_batch(batch())
     assert made.train_batch(batch()).metrics["microscope/samples"] == 5
 
 
-def test_of_ranks_that_share_rows_one_counts_what_is_left_out(tmp_path: Path) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"})
-    recorder = made._rank.recorder
-    assert recorder is not None
-    recorder._writer.stride = 2  # the first step would be removed
-    recorder.first = False
-    assert made.train_batch(batch()).metrics["microscope/removed"] == 0
-    recorder.first, recorder._writer.stride = True, 4
-    assert made.train_batch(batch()).metrics["microscope/removed"] == 5
+@pytest.mark.parametrize(("first", "removed"), [(False, 0), (True, 5)])
+def test_of_ranks_that_share_rows_one_counts_what_is_left_out(
+    first: bool, removed: int, tmp_path: Path
+) -> None:
+    writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20, stride=2)  # no record of step 1
+    own = Recorder(writer, seed=0, share=1.0, top_k=3, speller=Numbers)
+    own.first = first
+    made = learner_of(own, {"kind": "forward_kl"})
+    assert made.train_batch(batch()).metrics["microscope/removed"] == removed
 
 
 def test_an_error_of_writing_is_noted_once_and_ends_no_step(tmp_path: Path) -> None:
@@ -312,29 +312,21 @@ def test_an_error_of_writing_is_noted_once_and_ends_no_step(tmp_path: Path) -> N
     assert "records of step 1 are lost: FileExistsError" in noted[0]
 
 
-def test_a_step_whose_writer_is_behind_is_lost_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"})
-    assert made._rank.recorder is not None
-    waiting = made._rank.recorder._thread.submit(blocked := Blocked())
-    monkeypatch.setattr(made._rank.recorder, "_writing", waiting)
-    metrics = made.train_batch(batch()).metrics
-    blocked.free()
-    assert metrics["microscope/lost"] == 5
+def test_a_step_whose_writer_is_behind_is_lost_and_counted(tmp_path: Path) -> None:
+    disk = threading.Event()
 
+    class Slow(Numbers):
+        def decode(self, ids: list[int]) -> str:
+            assert disk.wait(30)
+            return super().decode(ids)
 
-class Blocked:
-    def __init__(self) -> None:
-        import threading
-
-        self._event = threading.Event()
-
-    def __call__(self) -> None:
-        self._event.wait(30)
-
-    def free(self) -> None:
-        self._event.set()
+    writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20)
+    made = learner_of(
+        Recorder(writer, seed=0, share=1.0, top_k=3, speller=Slow), {"kind": "forward_kl"}
+    )
+    lost = [made.train_batch(batch()).metrics["microscope/lost"] for _ in range(2)]
+    disk.set()
+    assert lost == [0, 5]
 
 
 def test_without_a_share_nothing_is_recorded_and_no_metric_is_there(tmp_path: Path) -> None:
