@@ -148,7 +148,7 @@ class World:
         """Waits until so many payloads have been received, whether or not a step needs them."""
         async with asyncio.timeout(5):
             while sum(len(client.received) for client in self.clients) < count:
-                await asyncio.sleep(0)
+                await settle()
 
 
 def uids(dealt: Dealt) -> list[str]:
