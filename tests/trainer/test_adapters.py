@@ -17,6 +17,7 @@ from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
 from tests.trainer.test_named_weights import mixture
 from trainer.learner import Learner
+from trainer.rank import Rank
 from trainer.saving import state as state_module
 from trainer.saving.state import frozen_digest
 from trainer.student.adapters import LORA, adapter_state, add_adapters, halve_frozen, plain_state
@@ -43,9 +44,13 @@ def learned(lora: LoraConfig = LORA_4) -> Any:
     return made
 
 
-def learner(model: Any, **train: Any) -> Learner:
+def rank_of(model: Any, **train: Any) -> Rank:
     config = TrainConfig(lr=1e-2, warmup_steps=0, steps=50, lora=LORA_4, **train)
-    return Learner(new_rank(model, config))
+    return new_rank(model, config)
+
+
+def learner(model: Any, **train: Any) -> Learner:
+    return Learner(rank_of(model, **train))
 
 
 def batch() -> list[Any]:
@@ -224,8 +229,7 @@ def test_the_first_of_several_ranks_knows_the_base_of_adapters(
 def test_frozen_matrices_are_bfloat16_where_the_student_computes_in_it() -> None:
     model = learned()
     exact = check_student(model)
-    rank = learner(model, dtype="bfloat16")._rank
-    check_rank(rank, exact)
+    check_rank(rank_of(model, dtype="bfloat16"), exact)
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
     assert {p.dtype for n, p in matrices.items() if LORA in n} == {torch.float32}
     assert {p.dtype for n, p in matrices.items() if LORA not in n} == {torch.bfloat16}

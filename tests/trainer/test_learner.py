@@ -304,14 +304,16 @@ def of_a_rank_group(rank_group: Watched) -> Learner:
     return Learner(rank, rank_group=rank_group)
 
 
-def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step() -> None:
+def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rank_group = Watched()
     made = of_a_rank_group(rank_group)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    made._rank.backward = fail  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(Rank, "backward", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         made.train_batch(samples())
     assert rank_group.broken
@@ -358,15 +360,17 @@ def test_a_config_that_transformers_does_not_save_leaves_them_in_step(tmp_path: 
     assert not rank_group.broken
 
 
-def test_a_gather_that_fails_in_an_export_leaves_them_out_of_step(tmp_path: Path) -> None:
+def test_a_gather_that_fails_in_an_export_leaves_them_out_of_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank_group = Watched()
     made = of_a_rank_group(rank_group)
 
-    def fail(_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("connection closed")
         yield
 
-    made._rank.exported = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(Rank, "exported", fail)
     with pytest.raises(RuntimeError, match="connection closed"):
         saving(made, tmp_path)
     assert rank_group.broken

@@ -262,12 +262,17 @@ def test_empty_and_one_token_responses_have_no_or_one_row_of_states() -> None:
     assert states.rows == slice(0, 1)
 
 
-def test_samples_of_one_teacher_lie_side_by_side() -> None:
+def test_samples_of_one_teacher_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     model = teacher()
     batch = [scored(model, i, 2, name) for i, name in enumerate("abba")]
     made = learner({name: head_of(model, name) for name in "ab"}, JSDConfig(kind="jsd"))
     seen: list[Any] = []
-    made._rank.backward = lambda parts, factors: seen.append(parts) or BackwardResult({}, 0.0)  # type: ignore
+
+    def kept(_: Rank, parts: Any, factors: Any) -> BackwardResult:
+        seen.append(parts)
+        return BackwardResult({}, 0.0)
+
+    monkeypatch.setattr(Rank, "backward", kept)
     made.train_batch(batch)
     ((part,),) = seen
     assert [one.teacher for one in pack(part.samples).tokens.teacher_states] == ["a", "b"]
