@@ -221,6 +221,7 @@ def assert_equal(ones: dict[str, SampleRecord], others: dict[str, SampleRecord])
             assert np.allclose(column, others[uid][name], atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
     loss: Any = TypeAdapter(Loss).validate_python({"kind": "forward_kl"})
