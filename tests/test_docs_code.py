@@ -36,40 +36,35 @@ SMALL: dict[str, Any] = {
 """What every config has. A ``steps`` or ``teachers`` of a part is in place of these."""
 
 
-def blocks(*languages: str) -> list[Any]:
-    """The blocks of code in these languages, with the page and the line where they begin."""
-    return [
-        pytest.param(found[2], id=f"{page}:{text.count(chr(10), 0, found.start()) + 1}")
-        for page, text in PAGES.items()
-        for found in FENCE.finditer(text)
-        if found[1] in languages
-    ]
+BLOCKS = [
+    pytest.param(*found.groups(), id=f"{page}:{text.count(chr(10), 0, found.start()) + 1}")
+    for page, text in PAGES.items()
+    for found in FENCE.finditer(text)
+    if found[1] in ("", "bash", "console", "python", "yaml")
+]
 
 
-@pytest.mark.parametrize("text", blocks("yaml"))
-def test_a_config_or_a_part_of_one_is_valid(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DATA", "/data")
-    part = yaml.safe_load(text)
+@pytest.mark.parametrize(("language", "text"), BLOCKS)
+def test_a_block_of_code_is_right(
+    language: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if language == "yaml":
+        monkeypatch.setenv("DATA", "/data")
+        check_config(yaml.safe_load(text))
+    elif language == "python":
+        check_names(ast.parse(text))
+    else:
+        continued = re.sub(r"\\\n\s+|\n {12,}(?=\[)", " ", text)
+        for line in re.findall(r"^(?:\$ )?(async_opd .*)", continued, flags=re.MULTILINE):
+            check_command(words_of(line))
+
+
+def check_config(part: dict[str, Any]) -> None:
+    """A config or a part of one is valid."""
     merged = SMALL | part
     for key in ("data", "train"):
         merged[key] = SMALL[key] | part.get(key, {})
     load_config(merged)
-
-
-# ── commands ───────────────────────────────────────────────────────────────────────────────────
-
-
-def commands() -> list[Any]:
-    """The lines of blocks that begin with async_opd, with the lines that continue them."""
-    found = []
-    for block in blocks("", "bash", "console"):
-        (text,) = block.values
-        lines = re.sub(r"\\\n\s+|\n {12,}(?=\[)", " ", text).splitlines()
-        for line in lines:
-            words = re.match(r"(?:\$ )?async_opd .*", line)
-            if words:
-                found.append(pytest.param(words[0], id=f"{block.id} {words[0][:60]}"))
-    return found
 
 
 def words_of(line: str) -> list[str]:
@@ -81,44 +76,18 @@ def words_of(line: str) -> list[str]:
     return ["1" if word in "NF" else word.split("|")[0] for word in words]
 
 
-@pytest.mark.parametrize("line", commands())
-def test_a_command_is_one_of_the_command_line(line: str) -> None:
-    words = words_of(line)
+def check_command(words: list[str]) -> None:
+    """A command and its options are of the command line, and its overrides are keys."""
     arguments, rest = cli.parser().parse_known_args(words)
     overrides = [*getattr(arguments, "overrides", []), *rest]
-    assert [word for word in rest if word.startswith("-")] == []
-    assert not rest or "overrides" in arguments, rest
+    assert [word for word in rest if word.startswith("-")] == [], words
+    assert not rest or "overrides" in arguments, words
     overrides += getattr(arguments, "set", None) or []
     load_config(SMALL, [one for one in overrides if one != "a.b.c=value"])
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_and_options_named_in_a_text_exist(page: str) -> None:
-    """In a text a command may be named without what it needs: `async_opd doctor --engines`."""
-    (known,) = (one for one in cli.parser()._actions if isinstance(one.choices, dict))
-    for named in re.findall(r"`async_opd ([^`]+)`", FENCE.sub("", PAGES[page])):
-        name, *words = re.sub(r"[\[\]…]", " ", named).split()
-        if not name.startswith("-"):
-            options = known.choices[name]._option_string_actions
-            assert [one for one in words if one.startswith("-") and one not in options] == [], named
-
-
-def test_modules_and_targets_that_are_run_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for page, text in PAGES.items():
-        for module in re.findall(r"python -m (benchmarks[.a-z_]*[a-z])", text):
-            assert find_spec(module), f"{page}: {module}"
-        for target in re.findall(r"`make ([a-z-]+)", text):
-            assert f"\n{target}:" in makefile, f"{page}: make {target}"
-
-
-# ── Python ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("text", blocks("python"))
-def test_what_python_code_takes_of_this_library_exists(text: str) -> None:
-    """Names of ``from module import name``, and attributes of modules that are imported."""
-    tree = ast.parse(text)
+def check_names(tree: ast.AST) -> None:
+    """Names of ``from module import name``, and attributes of modules that are imported, exist."""
     modules = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -129,6 +98,27 @@ def test_what_python_code_takes_of_this_library_exists(text: str) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
             assert hasattr(modules[ast.unparse(node.value)], node.attr), ast.unparse(node)
+
+
+def test_commands_and_options_named_in_a_text_exist() -> None:
+    """In a text a command may be named without what it needs: `async_opd doctor --engines`."""
+    (known,) = (one for one in cli.parser()._actions if isinstance(one.choices, dict))
+    for page, text in PAGES.items():
+        for named in re.findall(r"`async_opd ([^`]+)`", FENCE.sub("", text)):
+            name, *words = re.sub(r"[\[\]…]", " ", named).split()
+            if not name.startswith("-"):
+                options = known.choices[name]._option_string_actions
+                unknown = [one for one in words if one.startswith("-") and one not in options]
+                assert unknown == [], f"{page}: {named}"
+
+
+def test_modules_and_targets_that_are_run_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page, text in PAGES.items():
+        for module in re.findall(r"python -m (benchmarks[.a-z_]*[a-z])", text):
+            assert find_spec(module), f"{page}: {module}"
+        for target in re.findall(r"`make ([a-z-]+)", text):
+            assert f"\n{target}:" in makefile, f"{page}: make {target}"
 
 
 # ── links ──────────────────────────────────────────────────────────────────────────────────────
@@ -142,11 +132,11 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in headings}
 
 
-@pytest.mark.parametrize("page", LINKING)
-def test_every_link_leads_to_a_file_and_a_heading(page: str) -> None:
-    text = FENCE.sub("", (ROOT / page).read_text())
-    for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text):
-        name, _, heading = link.partition("#")
-        to = (ROOT / page).parent / name if name else ROOT / page
-        assert to.exists(), link
-        assert not heading or heading in anchors(to), link
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    for page in LINKING:
+        text = FENCE.sub("", (ROOT / page).read_text())
+        for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text):
+            name, _, heading = link.partition("#")
+            to = (ROOT / page).parent / name if name else ROOT / page
+            assert to.exists(), f"{page}: {link}"
+            assert not heading or heading in anchors(to), f"{page}: {link}"

@@ -1,7 +1,1 @@
-"""Checkpoints: the store on disk, the checkpointer of a running run, ``--resume``, and the mirror.
-
-Imports ``data``, ``observability``, ``grading``, ``microscope`` and ``pictures``
-(the run's files),
-``accounting``, ``models`` (the student's size), ``processes`` (the mirror's thread), ``config``,
-``files``, ``waiting``, ``core``.
-"""
+"""Checkpoints: the store on disk, the checkpointer of a run, ``--resume``, and the mirror."""

@@ -1,5 +1,4 @@
 """Checks of a run's input, which report all problems at once before any engine starts.
 
-``preflight`` calls the rest. Imports ``grading``, ``queue``, ``data``, ``memory``, ``models``,
-``processes``, ``config``, ``files`` and ``core``.
+``preflight`` calls the rest.
 """

@@ -1,5 +1,4 @@
 """Model directories, read without transformers: files, tokenizer, output head, engine arguments.
 
 ``processor`` alone imports transformers, when a processor is loaded.
-Imports ``media``, ``config``, ``files`` and ``core``.
 """

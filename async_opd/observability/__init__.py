@@ -1,5 +1,1 @@
-"""What people look at: run.log, metrics, console, wandb, trace, and the watch for a stalled run.
-
-Imports ``microscope``, ``pictures``, ``processes``, ``config``, ``files``, ``waiting`` and
-``core``.
-"""
+"""What people look at: run.log, metrics, console, wandb, trace, and the watch for a stalled run."""

@@ -1,4 +1,1 @@
-"""What keeps processes alive and ends them: members and their restarts.
-
-Imports ``config``, ``files``, ``waiting`` and ``core``.
-"""
+"""What keeps processes alive and ends them: members and their restarts."""

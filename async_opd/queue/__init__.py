@@ -1,4 +1,1 @@
-"""The message queue between the stages: topics, leases, images, and how large messages are.
-
-Imports ``models``, ``processes``, ``config``, ``waiting``, ``media`` and ``core``.
-"""
+"""The message queue between the stages: topics, leases, images, and how large messages are."""

@@ -233,7 +233,7 @@ def _card(run: GivenRun, adapter: bool) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["async_opd", "on-policy-distillation"],
     }
-    shown = dump_yaml(_without_folders(tree)).strip()
+    shown = dump_yaml(without_folders(tree)).strip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
     lines = [
         "---",
@@ -315,12 +315,12 @@ def _without_place(text: str) -> str:
     return Path(text).name or "…" if text.startswith(("/", "~")) else text
 
 
-def _without_folders(value: Any) -> Any:
+def without_folders(value: Any) -> Any:
     """The tree with ``_without_place`` applied to all texts."""
     if isinstance(value, dict):
-        return {key: _without_folders(one) for key, one in value.items()}
+        return {key: without_folders(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_without_folders(one) for one in value]
+        return [without_folders(one) for one in value]
     return _without_place(value) if isinstance(value, str) else value
 
 

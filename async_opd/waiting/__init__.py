@@ -1,4 +1,1 @@
-"""Waits with a bound: deadlines, progress watchdogs, gates, and races of several waits.
-
-Imports ``core``.
-"""
+"""Waits with a bound: deadlines, progress watchdogs, gates, and races of several waits."""

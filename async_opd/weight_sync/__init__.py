@@ -1,4 +1,4 @@
 """How a new weight version reaches the rollout engines: state machine, rendezvous, layout.
 
-Both ends and the driver use it. Imports ``processes``, ``files``, ``waiting`` and ``core``.
+Both ends and the driver use it.
 """

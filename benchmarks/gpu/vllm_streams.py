@@ -2,8 +2,8 @@
 
 ``current_stream`` is ``vllm.utils.torch_utils.current_stream``, ``packed_producer`` is
 ``vllm.distributed.weight_transfer.packed_tensor.packed_nccl_broadcast_producer``: the same
-operations in the same order (``tests/benchmarks/test_vllm_streams.py`` compares them). On a device
-without streams every operation runs at once, where it stands.
+operations in the same order. On a device without streams every operation runs at once, where it
+stands.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """Make the quickstart's models and data: two teachers, an under-trained student, six-digit tasks.
 
-    python examples/quickstart/make.py [--out DIR] [--force]
+    python examples/quickstart/make.py [--out DIR] [--force] [--verify]
 
 Takes about two minutes on one CPU core. The result is committed, so nobody has to run this to try
-the quickstart; it is here so that everybody can see where the models come from.
+the quickstart; it is here so that everybody can see where the models come from. `--verify` compares
+the files with the digests in `MANIFEST.json` and measures the saved models again.
 """
 
 import argparse
 import contextlib
+import hashlib
 import json
 import platform
 import sys
@@ -90,7 +92,26 @@ def check(accuracies: dict[str, dict[str, float]]) -> None:
                 raise RuntimeError(f"{name} has an accuracy of {value:.1%} on {task}")
 
 
+def digests(out: Path) -> dict[str, str]:
+    """The SHA-256 of every file of the data and the models."""
+    files = [file for part in ("data", "models") for file in sorted((out / part).rglob("*.*"))]
+    named = {str(file.relative_to(out)): file for file in files if file.name != "MANIFEST.json"}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in named.items()}
+
+
+def verify(out: Path) -> None:
+    """RuntimeError if a file is not the one that was made, or a model is not good enough."""
+    made = json.loads((out / "models" / "MANIFEST.json").read_text(encoding="utf-8"))
+    if digests(out) != made["sha256"]:
+        raise RuntimeError(f"{out}: the files have other digests → make them again with --force")
+    splits = {task: tasks.split(task) for task in tasks.TASKS}
+    names = [*(f"teacher-{task}" for task in splits), "student"]
+    check({name: tiny.measure(out / "models" / name, splits, "eval") for name in names})
+    print(f"{out}: the files are those that were made, and the models as good")
+
+
 def manifest(
+    out: Path,
     eval_accuracy: dict[str, dict[str, float]],
     held_out_accuracy: dict[str, dict[str, float]],
     seconds: float,
@@ -116,6 +137,7 @@ def manifest(
             "transformers": transformers.__version__,
         },
         "seconds": round(seconds, 1),
+        "sha256": digests(out),
     }
 
 
@@ -137,7 +159,7 @@ def build(out: Path) -> None:
     on_held_out = {name: tiny.measure(models / name, splits, "held_out") for name in names}
     check(on_eval)
     seconds = time.perf_counter() - started
-    made = manifest(on_eval, on_held_out, seconds)
+    made = manifest(out, on_eval, on_held_out, seconds)
     target.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
     for name, by_task in on_eval.items():
         print(f"{name:16}", "  ".join(f"{task} {value:6.1%}" for task, value in by_task.items()))
@@ -150,7 +172,11 @@ def main() -> int:
     here = Path(__file__).resolve().parent
     parser.add_argument("--out", type=Path, default=here, help="default: beside this script")
     parser.add_argument("--force", action="store_true", help="make again what is there already")
+    parser.add_argument("--verify", action="store_true", help="measure what is there already")
     options = parser.parse_args()
+    if options.verify:
+        verify(options.out)
+        return 0
     if (options.out / "models" / "MANIFEST.json").exists() and not options.force:
         print(f"{options.out} is complete; --force makes it again")
         return 0

@@ -1,13 +1,15 @@
 """Draw pictures with questions and write them as parquet; train the example's tiny models.
 
-    python examples/vision/make.py [--out DIR] [--train N] [--eval N] [--models]
+    python examples/vision/make.py [--out DIR] [--train N] [--eval N] [--models] [--verify]
 
 Writes DIR/data/train.parquet and eval.parquet with N rows of each task (count, larger and digit
 with a picture, sort without); no row is in both. That takes a few seconds on one CPU core. The
-models are committed; `--models` trains them again, in at most ten minutes.
+models are committed; `--models` trains them again, in at most ten minutes. `--verify` compares
+their files with the digests in `MANIFEST.json` and measures the models again.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import platform
@@ -92,13 +94,7 @@ def train_models(out: Path) -> None:
         model = kind(seed)
         supervised.train_teacher(model, tasks, seed, steps, LR, report(name))
         tiny.save(model, out / name)
-    asked = supervised.held_out(supervised.TASKS, MEASURED, seed=98)
-    accuracies = {
-        name: supervised.measure(
-            tiny.load(out / name), {task: asked[task] for task in TEACHERS.get(name, asked)}
-        )
-        for name in MODEL_SEEDS
-    }
+    accuracies = measure(out)
     manifest = {
         "made_by": "examples/vision/make.py --models",
         "weights": "bfloat16, measured in float32",
@@ -113,10 +109,46 @@ def train_models(out: Path) -> None:
             "transformers": transformers.__version__,
         },
         "seconds": round(time.perf_counter() - started, 1),
+        "sha256": digests(out),
     }
     (out / "MANIFEST.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(accuracies, indent=2))
     check(accuracies)
+
+
+def measure(models: Path) -> dict[str, dict[str, float]]:
+    """The accuracy of each saved model on each of its tasks."""
+    import supervised
+    import tiny
+
+    asked = supervised.held_out(supervised.TASKS, MEASURED, seed=98)
+    return {
+        name: supervised.measure(
+            tiny.load(models / name), {task: asked[task] for task in TEACHERS.get(name, asked)}
+        )
+        for name in MODEL_SEEDS
+    }
+
+
+def digests(models: Path) -> dict[str, str]:
+    """The SHA-256 of every file of the models."""
+    files = [file for file in sorted(models.rglob("*.*")) if file.name != "MANIFEST.json"]
+    return {
+        str(file.relative_to(models.parent)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
+
+
+def verify(models: Path) -> None:
+    """RuntimeError if a file is not the one that was made, or a model is not good enough."""
+    from async_opd.models import torchvision_operators
+
+    torchvision_operators.install()  # before transformers imports torchvision
+    made = json.loads((models / "MANIFEST.json").read_text(encoding="utf-8"))
+    if digests(models) != made["sha256"]:
+        raise RuntimeError(f"{models}: the files have other digests → make them with --models")
+    check(measure(models))
+    print(f"{models}: the files are those that were made, and the models as good")
 
 
 def check(accuracies: dict[str, dict[str, float]]) -> None:
@@ -139,7 +171,11 @@ def main() -> int:
     parser.add_argument("--train", type=int, default=2000, help="rows of each task to train on")
     parser.add_argument("--eval", type=int, default=128, help="rows of each task to evaluate on")
     parser.add_argument("--models", action="store_true", help="train the models too")
+    parser.add_argument("--verify", action="store_true", help="measure the models that are there")
     options = parser.parse_args()
+    if options.verify:
+        verify(options.out / "models")
+        return 0
     write_data(options.out / "data", options.train, options.eval)
     if options.models:
         train_models(options.out / "models")

@@ -17,40 +17,79 @@ from async_opd.core.errors import Problem
 from tests.checks.inputs import GOOD, broken_student, config, found, model, one, rows
 from tests.data.pictures import RED
 
-
-def test_a_missing_data_file_is_named() -> None:
-    problem = found("data.train=[/no/such.jsonl]")[0]
-    assert (problem.where, problem.message) == ("/no/such.jsonl", "does not exist")
+SORT = GOOD[0]
 
 
-def test_an_empty_data_source_is_refused(tmp_path: Path) -> None:
-    assert found(rows(tmp_path))[0].message == "has no rows"
+@pytest.mark.parametrize(
+    ("entries", "place", "words"),
+    [
+        ([], "rows.jsonl: ", "has no rows"),
+        ([SORT, "{oops"], "rows.jsonl, row 2: ", "JSON"),
+        ([SORT, {"data_source": "sort"}], "rows.jsonl, row 2: ", "has no field 'prompt'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_row(
+    entries: list[Any], place: str, words: str, tmp_path: Path
+) -> None:
+    problem = found(rows(tmp_path, *entries))[0]
+    assert place in str(problem)
+    assert words in problem.message
 
 
-def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
-    assert found(rows(tmp_path, GOOD[0], "{oops"))[0].where.endswith("rows.jsonl, row 2")
+@pytest.mark.parametrize(
+    ("entries", "overrides", "key", "words"),
+    [
+        (
+            [*GOOD, {"prompt": f"sort {'1' * 200}=", "data_source": "sort"}],
+            [],
+            "data.train",
+            "longer than 119 tokens, the first is row 3",
+        ),
+        (
+            [*GOOD, {"prompt": f"sort {'1' * 20}=", "data_source": "sort"}],
+            ["data.max_prompt_tokens=12", "data.eval=[]"],
+            "data.train",
+            "longer than 12 tokens, the first is row 3",
+        ),
+        ([*GOOD, {"prompt": "x", "data_source": "add"}], [], "teachers", "'add'"),
+        ([SORT], ["data.eval=[]"], "teachers.reverse", "teachers.reverse.sources"),
+        (GOOD, ["cold_start={steps: 1}"], "cold_start.data", "2 rows have no 'answer'"),
+    ],
+)
+def test_rows_that_do_not_fit_the_run_are_one_problem(
+    entries: list[Any], overrides: list[str], key: str, words: str, tmp_path: Path
+) -> None:
+    problem = one(rows(tmp_path, *entries), *overrides)
+    assert problem.key == key
+    assert words in str(problem)
 
 
-def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
-    problem = found(rows(tmp_path, GOOD[0], {"data_source": "sort"}))[0]
-    assert "has no field 'prompt'" in problem.message
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("data.train=[/no/such.jsonl]", "data.train", "/no/such.jsonl: data.train: does not exist"),
+        ("data.train=[/no/such.jsonl]", "data.train", "→ check the path"),
+        ("cold_start={steps: 1, data: /no/such.jsonl}", "cold_start.data", "does not exist"),
+        ("teachers.reverse.sources=[reverse, sort]", "teachers.reverse.sources", "sort"),
+        (
+            "checkpoint.keep_best=eval/sorting/accuracy",
+            "checkpoint.keep_best",
+            "eval/sort/accuracy",
+        ),
+    ],
+)
+def test_what_the_data_do_not_allow_is_one_problem(override: str, key: str, words: str) -> None:
+    problem = one(override)
+    assert problem.key == key
+    assert words in str(problem)
 
 
-def test_a_prompt_that_the_models_cannot_hold_is_refused(tmp_path: Path) -> None:
-    long = {"prompt": "sort " + "1" * 200 + "=", "data_source": "sort"}
-    problem = one(rows(tmp_path, *GOOD, long))
-    assert (problem.where, problem.key) == (str(tmp_path / "rows.jsonl"), "data.train")
-    assert "longer than 119 tokens, the first is row 3" in problem.message
-    assert "rollout.max_tokens" in problem.remedy
-
-
-def test_a_prompt_beyond_the_most_that_the_config_allows_blames_just_that(tmp_path: Path) -> None:
-    long = {"prompt": "sort " + "1" * 20 + "=", "data_source": "sort"}
-    problem = one(rows(tmp_path, *GOOD, long), "data.max_prompt_tokens=12", "data.eval=[]")
-    assert "longer than 12 tokens, the first is row 3" in problem.message
-    assert problem.remedy == (
-        "shorten or remove them, or raise data.max_prompt_tokens, or set data.overlong"
-    )
+@pytest.mark.parametrize(
+    "override", ["checkpoint.keep_best=eval/*/accuracy", "cold_start={steps: 1, answers: teacher}"]
+)
+def test_what_the_data_allow_is_none(override: str, tmp_path: Path) -> None:
+    given = [rows(tmp_path, *GOOD)] if "cold" in override else []
+    assert found(override, *given) == []
 
 
 def without_a_row_for_1(tmp_path: Path) -> list[str]:
@@ -125,17 +164,6 @@ def test_an_empty_column_of_images_is_text(tmp_path: Path) -> None:
     assert not any("images" in problem.message for problem in problems)
 
 
-def test_a_data_source_without_a_teacher_is_refused(tmp_path: Path) -> None:
-    problem = one(rows(tmp_path, *GOOD, {"prompt": "x", "data_source": "add"}))
-    assert (problem.key, "'add'" in problem.message) == ("teachers", True)
-
-
-def test_a_teacher_that_no_data_source_uses_is_refused(tmp_path: Path) -> None:
-    problem = one(rows(tmp_path, GOOD[0]), "data.eval=[]")
-    assert problem.key == "teachers.reverse"
-    assert "teachers.reverse.sources" in problem.remedy
-
-
 def alone(*overrides: str) -> RunConfig:
     """Only the teacher ``sort`` of the two, whose data has rows of both."""
     both = config(*overrides)
@@ -150,10 +178,6 @@ def test_the_only_teacher_scores_all_rows() -> None:
 def test_the_only_teacher_scores_its_sources_if_it_names_them() -> None:
     problems = preflight(alone("teachers.sort.sources=[sort]"), "c.yaml", 0).problems
     assert {problem.message for problem in problems} == {"no teacher for data source 'reverse'"}
-
-
-def test_two_teachers_of_one_data_source_are_refused() -> None:
-    assert one("teachers.reverse.sources=[reverse, sort]").key == "teachers.reverse.sources"
 
 
 def with_reward(grader: str, *overrides: str) -> list[Problem]:
@@ -172,40 +196,28 @@ def test_rows_that_the_reward_cannot_grade_are_refused(tmp_path: Path) -> None:
     assert "2 rows have no 'answer'" in problem.message
 
 
-def test_a_best_checkpoint_by_a_metric_that_no_evaluation_has_is_refused() -> None:
-    problem = one("checkpoint.keep_best=eval/sorting/accuracy")
-    assert problem.key == "checkpoint.keep_best"
-    assert "eval/sort/accuracy" in problem.remedy
-
-
-def test_a_best_checkpoint_by_the_mean_over_data_sources_is_taken() -> None:
-    assert found("checkpoint.keep_best=eval/*/accuracy") == []
-
-
-def test_a_cold_start_on_given_answers_needs_an_answer_in_each_row(tmp_path: Path) -> None:
-    problem = one("cold_start={steps: 1}", rows(tmp_path, *GOOD))
-    assert (problem.key, "2 rows have no 'answer'" in problem.message) == ("cold_start.data", True)
-
-
 def test_tasks_without_a_written_answer_leave_a_cold_start_nothing_to_train_on() -> None:
     task = "{kind: reasoning_gym, task: graph_color, size: 2}"
     problems = found(f"cold_start={{steps: 1, data: [{task}]}}")
     assert any("2 rows have no 'answer'" in problem.message for problem in problems)
 
 
-def cold(tmp_path: Path, answers: str = "given", **row: Any) -> list[Problem]:
-    (tmp_path / "cold.jsonl").write_text(json.dumps({"data_source": "sort", "answer": "1"} | row))
-    return found(f"cold_start={{steps: 1, answers: {answers}, data: {tmp_path}/cold.jsonl}}")
-
-
-def test_rows_of_a_cold_start_with_more_than_text_are_refused(tmp_path: Path) -> None:
-    (problem,) = cold(tmp_path, prompt="sort 2=", image="cat.png")
-    assert (problem.key, "has 'image'" in problem.message) == ("cold_start.data", True)
-
-
-def test_prompts_of_a_cold_start_that_the_models_cannot_hold_are_refused(tmp_path: Path) -> None:
-    (problem,) = cold(tmp_path, prompt="1" * 200)
-    assert (problem.key, "longer than 119 tokens" in problem.message) == ("cold_start.data", True)
+@pytest.mark.parametrize(
+    ("answers", "row", "words"),
+    [
+        ("given", {"prompt": "sort 2=", "image": "cat.png"}, "has 'image'"),
+        ("given", {"prompt": "1" * 200}, "longer than 119 tokens"),
+        ("given", {"prompt": "x", "answer": None}, "1 rows have no 'answer'"),
+        ("teacher", {"prompt": "x", "data_source": "other"}, "no teacher answers data source"),
+    ],
+)
+def test_rows_that_a_cold_start_cannot_train_on_are_refused(
+    answers: str, row: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    given = {"data_source": "sort", "answer": "1"} | row
+    (tmp_path / "cold.jsonl").write_text(json.dumps(given))
+    problem = one(f"cold_start={{steps: 1, answers: {answers}, data: {tmp_path}/cold.jsonl}}")
+    assert (problem.key, words in problem.message) == ("cold_start.data", True)
 
 
 @pytest.mark.parametrize(
@@ -221,21 +233,6 @@ def test_answers_with_tokens_that_a_model_has_no_row_for_are_refused(
     problems = found(*without_a_row_for_1(tmp_path), f"cold_start={{steps: 1, {settings}}}")
     answers = [one for one in problems if "answers have tokens beyond" in one.message]
     assert [one.key for one in answers] == refused * ["cold_start.data"]
-
-
-def test_a_cold_start_on_the_teachers_answers_needs_none(tmp_path: Path) -> None:
-    assert found("cold_start={steps: 1, answers: teacher}", rows(tmp_path, *GOOD)) == []
-
-
-def test_the_rows_of_a_cold_start_are_read_before_the_run(tmp_path: Path) -> None:
-    problem = one("cold_start={steps: 1, data: /no/such.jsonl}")
-    assert problem.key == "cold_start.data"
-
-
-def test_a_cold_start_without_a_teacher_for_its_rows_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "data_source": "other"}')
-    settings = f"cold_start={{steps: 1, answers: teacher, data: {tmp_path}/a.jsonl}}"
-    assert "no teacher answers data source 'other'" in one(settings).message
 
 
 def test_a_grader_that_cannot_be_imported_is_refused() -> None:
@@ -272,11 +269,6 @@ def test_a_graders_module_is_not_imported_into_the_process_that_checks_it(tmp_pa
     (tmp_path / "leaves.py").write_text(f"{code}def f(response, row):\n    return 1\n")
     assert found(f"eval.grader={tmp_path}/leaves.py:f", load=True) == []
     assert int(marker.read_text()) != os.getpid()
-
-
-def test_a_missing_file_blames_no_teacher() -> None:
-    (problem,) = found("data.train=[/no/such.jsonl]")
-    assert problem.remedy == "check the path"
 
 
 def unanswered(tmp_path: Path) -> str:

@@ -95,27 +95,53 @@ def test_a_family_that_was_not_compared_is_refused_with_those_that_were(
     assert student.remedy == teacher.remedy == "possible: llava, qwen2_5_vl, qwen3_vl"
 
 
-def test_gemma_3_is_refused_on_a_cpu_with_the_reason(tmp_path: Path) -> None:
-    gemma = SEES | {"model_type": "gemma3"}
-    (problem,) = problems(tmp_path, SEES, gemma)
-    assert (problem.key, NOT_ON_CPU["gemma3"] in problem.message) == (TEACHER, True)
+GEMMA = SEES | {"model_type": "gemma3"}
+PIXTRAL = {"model_type": "llava", "vision_config": {"model_type": "pixtral"}}
 
 
-def test_gemma_3_teaches_on_a_gpu_and_is_not_trained(tmp_path: Path) -> None:
-    gemma = SEES | {"model_type": "gemma3"}
-    (problem,) = problems(tmp_path, gemma, gemma, device="cuda")
-    assert (problem.key, "the trainer's rows are causal" in problem.message) == (STUDENT, True)
-
-
-def test_a_llava_with_another_tower_is_refused(tmp_path: Path) -> None:
-    pixtral = {"model_type": "llava", "vision_config": {"model_type": "pixtral"}}
-    (problem,) = problems(tmp_path, SEES, pixtral)
-    assert "is a llava with a pixtral: only one with a clip_vision_model" in problem.message
-
-
-def test_a_student_that_sees_is_checked_without_images_too(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, SEES | {"model_type": "mllama"}, TEXT, sources=set())
-    assert problem.key == STUDENT
+@pytest.mark.parametrize(
+    ("models", "given", "key", "words"),
+    [
+        pytest.param((SEES, GEMMA), {}, TEACHER, NOT_ON_CPU["gemma3"], id="Gemma 3 on a CPU"),
+        pytest.param(
+            (GEMMA, GEMMA),
+            {"device": "cuda"},
+            STUDENT,
+            "the trainer's rows are causal",
+            id="Gemma 3 on a GPU, which teaches",
+        ),
+        pytest.param(
+            (SEES, PIXTRAL),
+            {},
+            TEACHER,
+            "is a llava with a pixtral: only one with a clip_vision_model",
+            id="a llava with another tower",
+        ),
+        pytest.param(
+            (SEES | {"model_type": "mllama"}, TEXT),
+            {"sources": set()},
+            STUDENT,
+            "were not compared",
+            id="a student that sees, without images",
+        ),
+        pytest.param(
+            (TEXT, TEXT),
+            {"sources": set(), "processor_kwargs": {"max_pixels": 1}},
+            "student.processor_kwargs",
+            "max_pixels",
+            id="settings of a processor that nothing reads",
+        ),
+    ],
+)
+def test_a_model_whose_images_are_not_computed_alike_is_refused(
+    models: tuple[dict[str, Any], dict[str, Any]],
+    given: dict[str, Any],
+    key: str,
+    words: str,
+    tmp_path: Path,
+) -> None:
+    (problem,) = problems(tmp_path, *models, **given)
+    assert (problem.key, words in problem.message) == (key, True)
 
 
 def test_a_model_that_sees_needs_its_processors_settings(tmp_path: Path) -> None:
@@ -143,12 +169,6 @@ def test_a_llava_whose_tower_vllm_does_not_load_is_refused(tmp_path: Path) -> No
     check_families(config, "cpu", {TEACHER: read}, set(), {"x"}, collected)
     (problem,) = collected.problems
     assert "vision_tower.embeddings.class_embedding, which vLLM does not load" in problem.message
-
-
-def test_settings_of_a_processor_that_nothing_reads_are_refused(tmp_path: Path) -> None:
-    found = problems(tmp_path, TEXT, TEXT, set(), processor_kwargs={"max_pixels": 1})
-    (problem,) = found
-    assert (problem.key, "max_pixels" in problem.message) == ("student.processor_kwargs", True)
 
 
 def test_models_that_see_need_the_extra_vision(

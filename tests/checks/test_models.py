@@ -13,11 +13,71 @@ from async_opd.checks.preflight import preflight
 from async_opd.core.errors import Problem
 from tests.checks.inputs import MODELS, broken_student, change, config, found, model, one
 
+QUANTIZED = [
+    "quantization: fp8_per_block",
+    "quantization_config: {linear: fp8_per_block}",
+    "hf_overrides: {quantization_config: {quant_method: fp8}}",
+]
+REFUSED = [
+    ("student.model=/no/such/model", "student.model", "c.yaml: student.model: no such directory"),
+    (f"student.model=/{'x' * 5000}", "student.model", "xxx"),
+    ("loss.top_k=129", "loss.top_k", "128"),
+    ("rollout.max_tokens=128", "rollout.max_tokens", "128"),
+    ("eval.max_tokens=127", "eval.max_tokens", "→ lower it"),
+    ("train.attention=varlen", "train.attention", "GPUs only"),
+    (
+        "rollout.engine.extra={hf_overrides: {head_dtype: float32, rope_theta: 5}}",
+        "rollout.engine.extra",
+        "hf_overrides changes rope_theta of the student",
+    ),
+    *(
+        (f"rollout.engine.extra={{{extra}}}", "rollout.engine.extra", words)
+        for extra in QUANTIZED
+        for words in ("rounding hides outdated weights", "→ set sync.verify_every: 0,")
+    ),
+]
 
-def test_a_missing_model_is_named() -> None:
-    problem = one("student.model=/no/such/model")
-    assert (problem.key, problem.where) == ("student.model", "c.yaml")
-    assert "/no/such/model" in problem.message
+
+@pytest.mark.parametrize(("override", "key", "words"), REFUSED)
+def test_what_the_models_do_not_allow_is_one_problem(override: str, key: str, words: str) -> None:
+    problem = one(override)
+    assert problem.key == key
+    assert words in str(problem)
+
+
+SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    ("teacher-sort", {"vocab_size": 64}, "vocabulary of 64"),
+    ("student", {"head_dim": 48}, "head size 48"),
+    ("student", {"per_layer_config": {"1": {"head_dim": 48}}}, "head size 48"),
+    ("student", {"audio_config": {"hidden_size": 8}}, "audio_config"),
+    ("student", {"is_encoder_decoder": True}, "an encoder"),
+    ("student", {"model_type": "llama4_text"}, "in chunks"),
+    ("student", {"layer_types": ["chunked_attention", "full_attention"]}, "in chunks"),
+    ("student", {"dim_model_base": 64}, "dim_model_base"),
+]
+
+
+def key_of(name: str) -> str:
+    return "student.model" if name == "student" else "teachers.sort.model"
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), SETTINGS)
+def test_a_model_with_settings_that_no_run_takes_is_refused(
+    name: str, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    problem = one(f"{key_of(name)}={model(tmp_path, name, **settings)}")
+    assert problem.key == key_of(name)
+    assert words in problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("student", {"head_dim": None}), ("teacher-sort", {"vision_config": {"hidden_size": 8}})],
+)
+def test_a_model_with_settings_that_a_run_takes_has_no_problem(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    assert found(f"{key_of(name)}={model(tmp_path, name, **settings)}") == []
 
 
 def other_tokenizer(tmp_path: Path) -> Path:
@@ -36,30 +96,6 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert "different tokenizers" in problem.message
 
 
-def test_a_teacher_whose_vocabulary_does_not_cover_the_tokenizer_is_refused(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort", vocab_size=64)
-    assert "vocabulary of 64" in one(f"teachers.sort.model={path}").message
-
-
-def test_a_student_that_names_no_end_of_sequence_is_refused(tmp_path: Path) -> None:
-    path = model(tmp_path, "student", eos_token_id=None)
-    change(path / "generation_config.json", {"eos_token_id": None})
-    assert "eos_token_id" in one(f"student.model={path}").message
-
-
-def test_a_teacher_that_ends_responses_otherwise_is_refused(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort")
-    change(path / "generation_config.json", {"eos_token_id": [5]})
-    (problem,) = found(f"teachers.sort.model={path}")
-    assert (problem.key, "never to stop" in problem.message) == ("teachers.sort.model", True)
-
-
-def test_a_teacher_with_one_more_end_of_sequence_is_taken(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort")
-    change(path / "generation_config.json", {"eos_token_id": [2, 5]})
-    assert found(f"teachers.sort.model={path}") == []
-
-
 def templated(tmp_path: Path, *eos: int) -> str:
     """The student, whose turns end with token 2; it ends responses with these."""
     path = model(tmp_path, "student")
@@ -69,34 +105,44 @@ def templated(tmp_path: Path, *eos: int) -> str:
     return f"student.model={path}"
 
 
-def test_a_teacher_that_does_not_end_a_turn_as_the_students_template_is_refused(
-    tmp_path: Path,
+def ending(tmp_path: Path, *eos: int) -> str:
+    """The teacher, which ends responses with these."""
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": list(eos)})
+    return f"teachers.sort.model={path}"
+
+
+def test_a_student_that_names_no_end_of_sequence_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student", eos_token_id=None)
+    change(path / "generation_config.json", {"eos_token_id": None})
+    assert "eos_token_id" in one(f"student.model={path}").message
+
+
+@pytest.mark.parametrize(("student", "teacher"), [((), (2, 5)), ((2, 6), (2, 5)), ((5,), (2,))])
+def test_a_teacher_that_ends_turns_as_the_student_does_is_taken(
+    student: tuple[int, ...], teacher: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """It has a token in common with the student: not the one that the template writes."""
-    path = model(tmp_path, "teacher-sort")
-    change(path / "generation_config.json", {"eos_token_id": [5]})
-    (problem,) = found(templated(tmp_path, 2, 5), f"teachers.sort.model={path}")
+    """() is the student without a template. One of its own tokens is enough for a base model."""
+    own = [templated(tmp_path, *student)] if student else []
+    assert found(*own, ending(tmp_path, *teacher)) == []
+
+
+@pytest.mark.parametrize(
+    ("student", "words"),
+    [((), "never to stop"), ((2, 5), "ends an assistant's turn with token 2"), ((2, 5), "→ add 2")],
+)
+def test_a_teacher_that_ends_turns_otherwise_is_refused(
+    student: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    """A token in common is not enough: the one that the template writes has to be."""
+    own = [templated(tmp_path, *student)] if student else []
+    (problem,) = found(*own, ending(tmp_path, 5))
     assert problem.key == "teachers.sort.model"
-    assert "ends an assistant's turn with token 2" in problem.message
-    assert problem.remedy.startswith("add 2 to its eos_token_id")
-
-
-def test_a_teacher_that_ends_a_turn_as_the_students_template_is_taken(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort")
-    change(path / "generation_config.json", {"eos_token_id": [2, 5]})
-    assert found(templated(tmp_path, 2, 6), f"teachers.sort.model={path}") == []
-
-
-def test_a_base_student_whose_template_ends_turns_otherwise_is_taken(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort")
-    change(path / "generation_config.json", {"eos_token_id": [2]})
-    assert found(templated(tmp_path, 5), f"teachers.sort.model={path}") == []
+    assert words in str(problem)
 
 
 def test_where_prompts_have_no_template_a_common_end_is_enough(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort")
-    change(path / "generation_config.json", {"eos_token_id": [5]})
-    plain = (templated(tmp_path, 2, 5), "data.chat_template=never", f"teachers.sort.model={path}")
+    plain = (templated(tmp_path, 2, 5), "data.chat_template=never", ending(tmp_path, 5))
     assert "teachers.sort.model" not in {problem.key for problem in found(*plain)}
 
 
@@ -120,27 +166,6 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_broken_model_file_is_a_problem(tmp_path: Path, name: str, text: str) -> None:
     problem = one(broken_student(tmp_path, name, text))
     assert (problem.key, problem.remedy) == ("student.model", "save the model again")
-
-
-def test_a_model_path_beyond_all_measure_is_a_problem() -> None:
-    assert one(f"student.model=/{'x' * 5000}").key == "student.model"
-
-
-def test_a_head_size_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
-    assert "head size 48" in one(f"student.model={model(tmp_path, 'student', head_dim=48)}").message
-
-
-def test_a_head_size_of_some_layers_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
-    path = model(tmp_path, "student", per_layer_config={"1": {"head_dim": 48}})
-    assert "head size 48" in one(f"student.model={path}").message
-
-
-def test_a_head_size_of_null_is_read_from_the_other_sizes(tmp_path: Path) -> None:
-    assert found(f"student.model={model(tmp_path, 'student', head_dim=None)}") == []
-
-
-def test_a_top_k_above_the_vocabulary_is_refused() -> None:
-    assert one("loss.top_k=129").key == "loss.top_k"
 
 
 def test_a_top_k_above_a_teachers_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -184,15 +209,6 @@ def test_the_students_top_k_needs_the_whole_distribution(cut: str) -> None:
     assert problem.key == f"rollout.{cut.partition('=')[0]}"
 
 
-def test_a_response_that_leaves_no_room_for_prompts_is_refused() -> None:
-    assert one("rollout.max_tokens=128").key == "rollout.max_tokens"
-
-
-def test_evaluation_responses_must_fit_too() -> None:
-    problem = one("eval.max_tokens=127")
-    assert (problem.key, problem.remedy) == ("eval.max_tokens", "lower it")
-
-
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 24}
 
 
@@ -212,36 +228,6 @@ def test_engines_beyond_the_positions_of_a_dynamic_scaling_are_refused(tmp_path:
     problem = one(f"student.model={path}", "rollout.engine.max_model_len=256")
     assert problem.key == "rollout.engine.max_model_len"
     assert "dynamic NTK" in problem.message
-
-
-def test_a_student_that_is_another_one_to_its_engines_is_refused() -> None:
-    extra = "rollout.engine.extra={hf_overrides: {head_dtype: float32, rope_theta: 5}}"
-    problem = one(extra)
-    assert problem.key == "rollout.engine.extra"
-    assert "hf_overrides changes rope_theta of the student" in problem.message
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"audio_config": {"hidden_size": 8}}, "audio_config"),
-        ({"is_encoder_decoder": True}, "an encoder"),
-        ({"model_type": "llama4_text"}, "in chunks"),
-        ({"layer_types": ["chunked_attention", "full_attention"]}, "in chunks"),
-        ({"dim_model_base": 64}, "dim_model_base"),
-    ],
-)
-def test_a_student_that_the_trainer_cannot_train_is_refused(
-    tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
-    problem = one(f"student.model={model(tmp_path, 'student', **settings)}")
-    assert problem.key == "student.model"
-    assert words in problem.message
-
-
-def test_a_teacher_may_see(tmp_path: Path) -> None:
-    path = model(tmp_path, "teacher-sort", vision_config={"hidden_size": 8})
-    assert found(f"teachers.sort.model={path}") == []
 
 
 # ── hub ids ────────────────────────────────────────────────────────────────────────────────────
@@ -321,23 +307,6 @@ def test_a_quantized_head_in_float32_is_refused(tmp_path: Path) -> None:
     assert found(f"teachers.sort.model={path}", "teachers.sort.engine.head_dtype=model") == []
 
 
-QUANTIZED = [
-    "quantization: fp8_per_block",
-    "quantization_config: {linear: fp8_per_block}",
-    "hf_overrides: {quantization_config: {quant_method: fp8}}",
-]
-
-
-@pytest.mark.parametrize("extra", QUANTIZED)
-def test_quantized_student_engines_are_refused_while_their_weights_are_to_be_proved(
-    extra: str,
-) -> None:
-    problem = one(f"rollout.engine.extra={{{extra}}}")
-    assert problem.key == "rollout.engine.extra"
-    assert "rounding hides outdated weights" in problem.message
-    assert problem.remedy.startswith("set sync.verify_every: 0,")
-
-
 @pytest.mark.parametrize("extra", QUANTIZED)
 def test_quantized_student_engines_that_are_not_proved_are_a_note(extra: str) -> None:
     settings = config(f"rollout.engine.extra={{{extra}}}", "sync.verify_every=0")
@@ -370,9 +339,3 @@ def test_a_quantized_student_is_refused_while_its_engines_are_to_be_proved(
 )
 def test_quantized_teachers_and_caches_leave_the_proof_as_it_is(extra: str) -> None:
     assert found(extra) == []
-
-
-def test_an_attention_of_gpus_is_refused_on_a_cpu() -> None:
-    problem = one("train.attention=varlen")
-    assert (problem.key, "GPUs only" in problem.message) == ("train.attention", True)
-    assert found("train.attention=sdpa") == []

@@ -51,6 +51,7 @@ def test_an_engine_holds_ranks_up_to_the_next_one_of_its_list(
     assert LoraConfig(rank=rank).engine_rank == expected
 
 
+@pytest.mark.slow
 def test_the_list_of_ranks_is_vllms() -> None:
     config_lora = pytest.importorskip("vllm.config.lora")
     assert config_lora.MaxLoRARanks.__args__ == ENGINE_RANKS

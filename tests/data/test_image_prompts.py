@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Media, Row
 from async_opd.data.prompts import filled, to_prompt
-from async_opd.data.teacher_prompts import _read
+from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.models.tokenizer import Text
 from tests.vision_models import SIZE, TOKENS, TURNS, tokenizer
 
@@ -66,8 +67,8 @@ def test_a_placeholder_that_a_text_spells_stays_text(qwen: Text) -> None:
     assert qwen.encode("<|image_pad|>?").count(PAD) == 0
 
 
-def test_a_placeholder_without_an_image_is_refused_where_texts_are_parsed(qwen: Text) -> None:
-    parsing = Text(qwen._dir, special_tokens="parse")
+def test_a_placeholder_without_an_image_is_refused_where_texts_are_parsed(tmp_path: Path) -> None:
+    parsing = Text(files(tmp_path, QWEN, image_token_id=PAD), special_tokens="parse")
     with pytest.raises(ValueError, match=r"has 0 images, and '<\|image_pad\|>' 1 times"):
         parsing.encode("<|image_pad|>?")
 
@@ -105,8 +106,10 @@ def test_a_template_of_texts_alone_shows_parts_as_one_text(tmp_path: Path) -> No
 
 
 def prompt_of(made: Text, one: Row, template: str | None = None, **options: Any) -> Any:
-    readers = {"t": lambda row: _read(made, template, row)} if template else None
-    return to_prompt(one, made.encode, lambda _: "t", readers=readers, **options)
+    teacher = {"model": "m", "prompt_template": template}
+    config = {"student": {"model": "m"}, "teachers": {"t": teacher}, "data": {"train": "none"}}
+    readers = teacher_readers(RunConfig.model_validate(config), made)
+    return to_prompt(one, made.encode, lambda _: "t", readers=readers or None, **options)
 
 
 def test_a_teachers_template_of_the_prompt_alone_shows_its_images(qwen: Text) -> None:

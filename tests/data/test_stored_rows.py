@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.sections.data import DataConfig
@@ -21,6 +21,7 @@ from async_opd.data import stored_rows
 from async_opd.data.files import FileSource
 from async_opd.data.prompts import PromptStream
 from async_opd.data.stored_rows import StoredRows, read_source
+from tests.properties import examples
 
 DATA = DataConfig(train=[])
 
@@ -32,7 +33,7 @@ def stored(count: int) -> StoredRows:
     return rows
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(1, 40), st.integers(-45, 45))
 def test_a_row_is_found_by_its_position_as_in_a_list(count: int, at: int) -> None:
     rows, numbers = stored(count), [f"0:{number}" for number in range(count)]
@@ -52,7 +53,7 @@ def test_a_row_can_be_read_between_two_that_are_written() -> None:
     assert [row.prompt for row in rows] == ["p0", "p1", "p2"]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(1, 60), st.integers(0, 9), st.integers(0, 150))
 def test_the_order_is_that_of_a_list_shuffled_by_seed_source_and_epoch(
     count: int, seed: int, taken: int
@@ -67,7 +68,7 @@ def test_the_order_is_that_of_a_list_shuffled_by_seed_source_and_epoch(
     assert [prompt.uid for prompt in stream.next(taken)] == epochs[:taken]  # type: ignore[union-attr]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.integers(0, 200), unique=True, min_size=1, max_size=50), st.integers(0, 200))
 def test_a_prompt_is_found_by_its_uid_although_numbers_have_gaps(
     numbers: list[int], wanted: int

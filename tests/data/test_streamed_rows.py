@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.checks.preflight import Inputs, preflight
@@ -23,6 +23,7 @@ from async_opd.data.prompts import PromptStream
 from async_opd.data.streamed_rows import KEPT, StreamedRows, number_of
 from tests.checks.inputs import config
 from tests.data.squares_source import SquaresSource
+from tests.properties import examples
 
 
 class Source:
@@ -55,7 +56,7 @@ def uids(prompts: list[Any]) -> list[str]:
     return [prompt.uid if isinstance(prompt, Prompt) else prompt.header.uid for prompt in prompts]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 3), st.booleans())
 def test_every_row_comes_once_an_epoch(count: int, window: int, seed: int, shuffle: bool) -> None:
     taken = uids(stream(StreamedRows(Source(count).read, window), 0, shuffle, seed).next(3 * count))
@@ -66,7 +67,7 @@ def test_every_row_comes_once_an_epoch(count: int, window: int, seed: int, shuff
             assert part == [f"0:{number}#{epoch}" for number in range(count)]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 90), st.integers(0, 20))
 def test_a_stream_goes_on_exactly_where_its_cursor_was(
     count: int, window: int, before: int, after: int
@@ -185,7 +186,7 @@ def line(text: str, source: str = "a") -> str:
     return f'{{"prompt": "{text}", "data_source": "{source}"}}'
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.lists(st.booleans(), min_size=1, max_size=40).filter(any),
     st.sampled_from(["", "{oops"]),

@@ -1,10 +1,8 @@
-"""Sources, the prompt stream, text and graders."""
+"""Sources, the prompt stream and text."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.sections.data import DataConfig
-from async_opd.core.errors import SourceError, StageError
+from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.data.files import FileSource
 from async_opd.data.prompts import PromptStream
@@ -163,47 +161,3 @@ def test_messages_without_a_template_are_refused(quickstart: str) -> None:
 
 def test_the_end_of_sequence_comes_from_the_generation_config(quickstart: str) -> None:
     assert eos_ids(f"{quickstart}/models/student") == (2,)
-
-
-def row(answer: str) -> Row:
-    return Row("0:0", "a", "p", answer, {})
-
-
-def test_exact_ignores_white_space_around() -> None:
-    assert load_grader("exact")(" 12\n", row("12")) == 1.0
-
-
-def test_exact_refuses_everything_else() -> None:
-    assert load_grader("exact")("012", row("12")) == 0.0
-
-
-async def test_math_verify_takes_equal_values_in_any_thread() -> None:
-    grade = load_grader("math_verify")
-    assert await asyncio.to_thread(grade, "$\\frac{1}{2}$", row("0.5")) == 1.0
-
-
-def test_math_verify_refuses_other_values() -> None:
-    assert load_grader("math_verify")("$3$", row("4")) == 0.0
-
-
-@pytest.fixture
-def own_grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    code = "def half(response, row):\n    return 0.5\ndef bad(response, row):\n    return 1 / 0\n"
-    (tmp_path / "own_graders.py").write_text(code + "def big(response, row):\n    return 2\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("own_graders", None)
-    return "own_graders"
-
-
-def test_a_users_own_function_grades(own_grader: str) -> None:
-    assert load_grader(f"{own_grader}:half")("x", row("y")) == 0.5
-
-
-def test_a_grader_that_raises_is_named_with_the_row(own_grader: str) -> None:
-    with pytest.raises(StageError, match="row 0:0: ZeroDivisionError"):
-        load_grader(f"{own_grader}:bad")("x", row("y"))
-
-
-def test_a_grade_above_1_is_refused(own_grader: str) -> None:
-    with pytest.raises(StageError, match="returned 2"):
-        load_grader(f"{own_grader}:big")("x", row("y"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cluster.test_run import ONE_TEACHER, Run, Running
-from tests.examples.test_quickstart_assets import QUICKSTART, accuracy
+from tests.examples.accuracy import QUICKSTART, accuracy
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.cluster.test_run import EXAMPLE, Run, Running
-from tests.examples.test_quickstart_assets import QUICKSTART, accuracy
+from tests.examples.accuracy import QUICKSTART, accuracy
 
 STUDENT = QUICKSTART / "models" / "student"
 EXPERTS = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -39,14 +39,26 @@ def test_an_answer_that_is_no_mathematics_is_an_error_and_not_a_0() -> None:
         load_grader("math_verify")("3", row(""))
 
 
-def test_a_grade_that_is_no_number_names_row_and_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_math_verify_grades_in_any_thread() -> None:
+    grade = load_grader("math_verify")
+    assert await asyncio.to_thread(grade, "$\\frac{1}{2}$", row("0.5")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "fault"),
+    [
+        ("float('nan')", "returned nan on row 0:7"),
+        ("2", "returned 2"),
+        ("1 / 0", "row 0:7: ZeroDivisionError"),
+    ],
+)
+def test_a_grader_without_a_grade_is_named_with_its_row(
+    tmp_path: Path, returned: str, fault: str
 ) -> None:
-    (tmp_path / "nan_grader.py").write_text("def f(response, row):\n    return float('nan')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("nan_grader", None)
-    with pytest.raises(GradeError, match="returned nan on row 0:7"):
-        load_grader("nan_grader:f")("x", row("y"))
+    file = tmp_path / "own_grader.py"
+    file.write_text(f"def f(response, row):\n    return {returned}\n")
+    with pytest.raises(GradeError, match=fault):
+        load_grader(f"{file}:f")("x", row("y"))
 
 
 def test_a_verifier_knows_the_options_its_rows_were_made_with() -> None:
@@ -61,7 +73,9 @@ def test_a_verifier_knows_the_options_its_rows_were_made_with() -> None:
     ("name", "response", "score", "found"),
     [
         ("exact", " 4 \n", 1.0, "4"),
+        ("exact", "04", 0.0, "04"),
         ("math_verify", "so it is $4$", 1.0, "4"),
+        ("math_verify", "$3$", 0.0, "3"),
         ("math_verify", "I do not know", 0.0, None),
     ],
 )

@@ -29,7 +29,6 @@ from async_opd.observability.metric_catalogue import (
 from async_opd.tools.report import verdict
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = ["Learning", "Staleness", "Throughput", "Teachers", "Weight sync", "Health"]
 
 
 def test_the_page_of_dashboards_is_what_the_panels_say() -> None:
@@ -37,16 +36,10 @@ def test_the_page_of_dashboards_is_what_the_panels_say() -> None:
     assert (ROOT / "docs" / "dashboards.md").read_text() == made, "python docs/make_dashboards.py"
 
 
-def test_the_sections_are_those_that_people_are_told() -> None:
-    assert list(dict.fromkeys(panel.section for panel in panels())) == SECTIONS
-
-
-@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel.title)
-def test_a_panel_shows_metrics_of_the_catalogue_and_says_what_to_do(panel: Panel) -> None:
+def test_the_panels_show_metrics_of_the_catalogue() -> None:
     patterns = {metric.pattern for metric in catalogue()}
-    unknown = [key for key in panel.keys if key not in patterns and find(key) is None]
-    assert unknown == []
-    assert all(text.endswith(".") for text in (panel.shows, panel.normal, panel.otherwise))
+    keys = [key for panel in panels() for key in panel.keys]
+    assert [key for key in keys if key not in patterns and find(key) is None] == []
 
 
 def test_a_panel_with_patterns_matches_the_keys_of_all_names_and_no_other() -> None:

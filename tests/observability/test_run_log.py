@@ -343,27 +343,25 @@ def mode_of(monkeypatch: pytest.MonkeyPatch, wanted: str, mode: str = "online") 
     return seen[0]
 
 
-def test_wandb_auto_is_offline_without_a_login(no_login: pytest.MonkeyPatch) -> None:
-    assert mode_of(no_login, "auto") == "offline"
-
-
-def test_wandb_auto_is_online_with_an_api_key(no_login: pytest.MonkeyPatch) -> None:
-    no_login.setenv("WANDB_API_KEY", "0" * 40)
-    assert mode_of(no_login, "auto") == "online"
-
-
-def test_wandb_auto_is_online_with_a_netrc_entry(
-    no_login: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("key", "netrc", "mode", "expected"),
+    [
+        (False, False, "online", "offline"),
+        (True, False, "online", "online"),
+        (False, True, "online", "online"),
+        (True, False, "offline", "offline"),
+    ],
+)
+def test_wandb_auto_is_online_with_a_login_unless_wandb_is_set_offline(
+    no_login: pytest.MonkeyPatch, tmp_path: Path, key: bool, netrc: bool, mode: str, expected: str
 ) -> None:
-    netrc = tmp_path / "netrc"
-    netrc.write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
-    netrc.chmod(0o600)
-    assert mode_of(no_login, "auto") == "online"
-
-
-def test_wandb_auto_stays_offline_where_wandb_is_set_to(no_login: pytest.MonkeyPatch) -> None:
-    no_login.setenv("WANDB_API_KEY", "0" * 40)
-    assert mode_of(no_login, "auto", mode="offline") == "offline"
+    if key:
+        no_login.setenv("WANDB_API_KEY", "0" * 40)
+    if netrc:
+        file = tmp_path / "netrc"
+        file.write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
+        file.chmod(0o600)
+    assert mode_of(no_login, "auto", mode) == expected
 
 
 def test_secrets_do_not_reach_wandb() -> None:

@@ -24,7 +24,7 @@ from async_opd.files.durable import written_file
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.sinks import Summary
-from async_opd.tools.export import _without_folders
+from async_opd.tools.export import without_folders
 from tests.checkpoint.test_store import cut
 from tests.trainer.models import tiny_model
 from tests.trainer.test_checkpoint_model import LORA, checkpoint_of, config_of, trained
@@ -121,7 +121,7 @@ def test_the_card_names_student_teachers_data_results_versions_and_no_folder(
     ],
 )
 def test_the_cards_config_has_ids_and_no_folder_or_host(given: str, shown: str) -> None:
-    assert _without_folders({"a": [given]}) == {"a": [shown]}
+    assert without_folders({"a": [given]}) == {"a": [shown]}
 
 
 def test_a_checkpoint_is_named_from_within_the_run(

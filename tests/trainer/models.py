@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 model and random samples for the trainer's tests."""
+"""A tiny random Qwen3 model, ranks and random samples for the trainer's tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Header, Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
+from trainer.losses import build_objective
+from trainer.rank import Rank
+from trainer.student.sharding import full_tensor
 
 VOCABULARY = 32
 
@@ -33,6 +38,26 @@ def tiny_model(seed: int = 0) -> Any:
         attn_implementation="sdpa",
     )
     return Qwen3ForCausalLM(config)
+
+
+def new_rank(model: Any, train: TrainConfig, **more: Any) -> Rank:
+    """A rank on the CPU that trains by forward KL over the teacher's top-k."""
+    return Rank(model, build_objective(ForwardKLConfig()), train, torch.device("cpu"), **more)
+
+
+def kept_gradients(rank: Rank) -> dict[str, torch.Tensor]:
+    """The full gradients of the rank's last step, as its optimizer gets them: filled by it.
+
+    Of several ranks each gathers them: all need it.
+    """
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        named = {n: p.grad for n, p in rank.model.named_parameters() if p.grad is not None}
+        kept.update({name: full_tensor(grad).clone() for name, grad in named.items()})
+
+    rank.optimizer.register_step_pre_hook(keep)
+    return kept
 
 
 def headers_of(samples: Sequence[Sample]) -> list[Header]:

@@ -1,19 +1,56 @@
-"""Objectives the straightforward way: all logits, log-softmax, autograd, one formula each."""
+"""Objectives the straightforward way: all logits, log-softmax, autograd, one formula each.
+
+``every_loss`` has the kinds of the config: a new one needs here its formula, and settings in
+``EXAMPLES`` where its defaults are a special case. No other test has a list of kinds.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from trainer.losses import Objective, OnTopK, OnVocabulary, Term
+from async_opd.config.sections.loss import DivergenceConfig, Loss
+from trainer.losses import Objective, OnTopK, OnVocabulary, Term, build_objective
 from trainer.losses.base import DivergenceFunction, TeacherStates, Tokens
 from trainer.losses.chunked import chunked_loss
 
 Tail = Literal["bucket", "ignore", "renormalize"]
 DOUBLE = torch.float64
+EXAMPLES: dict[str, dict[str, Any]] = {"jsd": {"beta": 0.3}, "mixed_kl": {"forward_weight": 0.3}}
+"""Settings of losses whose defaults are a special case, by kind."""
+
+
+def every_loss() -> dict[str, Any]:
+    """The config class of every kind of loss but a user's, as the config's union has them."""
+    kinds = {
+        kind: one
+        for one in get_args(Loss)
+        for kind in get_args(one.model_fields["kind"].annotation)
+    }
+    return {kind: one for kind, one in kinds.items() if kind != "user"}
+
+
+def config_of(kind: str, **values: Any) -> Any:
+    """The section ``loss`` of a kind."""
+    return every_loss()[kind].model_validate({"kind": kind, **EXAMPLES.get(kind, {}), **values})
+
+
+def _divergence_of(kind: str) -> DivergenceFunction:
+    term = build_objective(config_of(kind)).term
+    assert isinstance(term, OnTopK)
+    return term.divergence
+
+
+DIVERGENCES = {
+    kind: _divergence_of(kind)
+    for kind, one in every_loss().items()
+    if issubclass(one, DivergenceConfig)
+}
+"""The product's functions of log p and log q."""
+ESTIMATES = [kind for kind in every_loss() if kind not in DIVERGENCES]
 
 
 @dataclass(frozen=True)
@@ -100,19 +137,38 @@ def outcomes(x: Case, tail: Tail | None, logits: torch.Tensor) -> tuple[torch.Te
 
 
 def divergences(
-    kind: str, x: Case, tail: Tail | None, logits: torch.Tensor, beta: float = 0.3
+    kind: str, x: Case, tail: Tail | None, logits: torch.Tensor, **values: Any
 ) -> torch.Tensor:
     """One value a token, [N]."""
-    log_p, log_q = outcomes(x, tail, logits)
+    return divergence(config_of(kind, **values), *outcomes(x, tail, logits))
+
+
+def divergence(loss: Any, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """The formula of a divergence, summed over the outcomes."""
     p, q = log_p.exp(), log_q.exp()
-    if kind == "forward_kl":
+    if loss.kind == "forward_kl":
         return (p * (log_p - log_q)).sum(-1)
-    if kind == "reverse_kl":
+    if loss.kind == "reverse_kl":
         return (q * (log_q - log_p)).sum(-1)
-    if kind == "mixed_kl":
-        return ((beta * p - (1 - beta) * q) * (log_p - log_q)).sum(-1)
-    m = (beta * p + (1 - beta) * q).log()
-    return (beta * p * (log_p - m) + (1 - beta) * q * (log_q - m)).sum(-1)
+    if loss.kind == "mixed_kl":
+        a = loss.forward_weight
+        return ((a * p - (1 - a) * q) * (log_p - log_q)).sum(-1)
+    assert loss.kind == "jsd", "a new divergence: its formula"
+    m = (loss.beta * p + (1 - loss.beta) * q).log()
+    return (loss.beta * p * (log_p - m) + (1 - loss.beta) * q * (log_q - m)).sum(-1)
+
+
+def estimate(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """The formula of an estimate of the sampled tokens, [N]."""
+    gap, q = log_q - log_p, log_q.exp()
+    formulas = {
+        "k1": gap,
+        "k2": gap**2 / 2,
+        "k3": (-gap).exp() - 1 + gap,
+        "abs": gap.abs(),
+        "binary_kl": q * gap + (1 - q) * ((1 - q) / (1 - log_p.exp())).log(),
+    }
+    return formulas[kind]
 
 
 def gradients(*losses: torch.Tensor, by: torch.Tensor) -> list[torch.Tensor]:

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import LoraConfig, TrainConfig
 from benchmarks.local_ranks import in_processes
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.parallel.follower import Follower
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
@@ -51,7 +49,7 @@ def rank_of(spec: RankSpec | None, case: dict[str, Any]) -> Rank:
         lr=1e-2, warmup_steps=0, tokens_per_micro_batch=16, max_grad_norm=0.5, **layout
     )
     mesh = None if spec is None else join_mesh(spec, CPU, train.replicate)
-    return Rank(model, build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+    return new_rank(model, train, mesh=mesh)
 
 
 def found_by(learner: Learner, folder: Path) -> dict[str, Any]:

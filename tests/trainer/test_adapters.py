@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import LoraConfig, TrainConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.files.safe_open import FOLDER_MODE
 from async_opd.weight_sync.layout import WeightMeta
-from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
 from tests.trainer.test_named_weights import mixture
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.rank import Rank
 from trainer.saving import state as state_module
 from trainer.saving.state import frozen_digest
@@ -46,9 +44,13 @@ def learned(lora: LoraConfig = LORA_4) -> Any:
     return made
 
 
-def learner(model: Any, **train: Any) -> Learner:
+def rank_of(model: Any, **train: Any) -> Rank:
     config = TrainConfig(lr=1e-2, warmup_steps=0, steps=50, lora=LORA_4, **train)
-    return Learner(Rank(model, build_objective(ForwardKLConfig()), config, torch.device("cpu")))
+    return new_rank(model, config)
+
+
+def learner(model: Any, **train: Any) -> Learner:
+    return Learner(rank_of(model, **train))
 
 
 def batch() -> list[Any]:
@@ -144,7 +146,7 @@ def test_engines_that_apply_adapters_get_a_and_the_scaled_b() -> None:
 def test_a_sync_of_adapters_is_told_from_one_of_weights(sync: str) -> None:
     lora = LoraConfig.model_validate({"rank": 4, "sync": sync})
     config, model = TrainConfig(lora=lora), adapted(lora)
-    rank = Rank(model, build_objective(ForwardKLConfig()), config, torch.device("cpu"))
+    rank = new_rank(model, config)
     names = tuple(name for name, _ in rank.weights())
     assert WeightMeta(names, (), (), ()).adapters is (sync == "adapter")
     assert not WeightMeta((), (), (), ()).adapters
@@ -227,8 +229,7 @@ def test_the_first_of_several_ranks_knows_the_base_of_adapters(
 def test_frozen_matrices_are_bfloat16_where_the_student_computes_in_it() -> None:
     model = learned()
     exact = check_student(model)
-    rank = learner(model, dtype="bfloat16")._rank
-    check_rank(rank, exact)
+    check_rank(rank_of(model, dtype="bfloat16"), exact)
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
     assert {p.dtype for n, p in matrices.items() if LORA in n} == {torch.float32}
     assert {p.dtype for n, p in matrices.items() if LORA not in n} == {torch.bfloat16}

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.sections.loss import ForwardKLConfig, Reduction
+from async_opd.config.sections.loss import Reduction
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer import two_tasks
-from tests.trainer.models import headers_of, random_sample, tiny_model
+from tests.trainer.models import headers_of, new_rank, random_sample, tiny_model
 from trainer.batches.balance import (
     LARGEST_RATIO,
     SMALLEST_GAP,
@@ -29,8 +29,6 @@ from trainer.batches.balance import (
 )
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
-from trainer.losses import build_objective
-from trainer.rank import Rank
 
 AUTO = TokenWeighting(auto=True)
 
@@ -49,7 +47,7 @@ def batch(step: int) -> list[Sample]:
 
 def learner(weighting: TokenWeighting = AUTO, **train: Any) -> Learner:
     config = TrainConfig.model_validate({"lr": 1e-2, "warmup_steps": 0, "steps": 50, **train})
-    rank = Rank(tiny_model(), build_objective(ForwardKLConfig()), config, torch.device("cpu"))
+    rank = new_rank(tiny_model(), config)
     return Learner(rank, weighting)
 
 

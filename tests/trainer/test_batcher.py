@@ -40,6 +40,14 @@ def queue(timer: Timer | None = None) -> MessageQueue:
     return MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, timer)  # type: ignore[arg-type]
 
 
+async def leased(queue: MessageQueue, count: int) -> None:
+    """Waits until so many scored samples are leased, and the batcher has them."""
+    async with asyncio.timeout(5):
+        while (await queue.stats())[SCORED].leased < count:
+            await settle()
+    await settle()
+
+
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -233,7 +241,7 @@ async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
     batcher = Batcher(scored, batch_size=2, group_size=2)
     await put(scored, make_sample("a/0"), make_sample("b/0"))
     waiting = asyncio.create_task(taken(batcher))
-    await asyncio.sleep(0.01)
+    await leased(scored, 2)
     await batcher.drop("a/1", ["a/0"])
     await put(scored, make_sample("c/0"), make_sample("b/1"))
     assert await waiting == ["b/0", "b/1"]
@@ -267,10 +275,10 @@ async def test_a_lease_that_two_settle_at_the_same_time_is_acknowledged_once() -
     batcher = Batcher(scored, batch_size=2, group_size=2)
     await put(scored, make_sample("a/0"), make_sample("b/0"))
     waiting = asyncio.create_task(batcher.take(0))
-    for uid in ("c/0", "d/0", "e/0"):  # each has a lease of its own
-        await asyncio.sleep(0.05)
+    for number, uid in enumerate(("c/0", "d/0", "e/0")):  # each has its own lease
+        await leased(scored, 2 + number)
         await put(scored, make_sample(uid))
-    await asyncio.sleep(0.05)
+    await leased(scored, 5)
     await asyncio.gather(
         batcher.drop("x/0", ["a/0", "b/0", "c/0", "d/0"]),
         batcher.drop("y/0", ["e/0"]),

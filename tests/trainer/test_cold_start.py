@@ -7,18 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter
 
-from async_opd.config.sections.loss import Loss
-from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from async_opd.data.answers import supervised
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import kept_gradients, random_sample, tiny_model
+from tests.trainer.test_learner import rank_of
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.losses.estimators import CrossEntropy
-from trainer.rank import Rank
 
 RATE = 1e-2
 
@@ -28,9 +24,7 @@ def samples() -> list[Sample]:
 
 
 def learner(kind: str = "forward_kl", **train: Any) -> Learner:
-    config = TrainConfig.model_validate({"lr": RATE, "warmup_steps": 0, "steps": 50, **train})
-    loss: Any = TypeAdapter(Loss).validate_python({"kind": kind})
-    return Learner(Rank(tiny_model(), build_objective(loss), config, torch.device("cpu")))
+    return Learner(rank_of(kind, lr=RATE, **train))
 
 
 def cross_entropy(model: Any, batch: list[Sample]) -> float:
@@ -60,14 +54,9 @@ def test_the_loss_is_the_mean_cross_entropy_whatever_the_runs_objective(kind: st
 
 
 def test_the_gradient_is_that_of_the_mean_cross_entropy() -> None:
-    made = learner(max_grad_norm=1e6)
-    kept: dict[str, torch.Tensor] = {}
-
-    def keep() -> None:
-        kept.update({n: p.grad.clone() for n, p in made.model.named_parameters()})
-
-    made._rank.optimizer.step = keep  # type: ignore[method-assign]
-    made.supervise(samples(), RATE)
+    rank = rank_of(max_grad_norm=1e6)
+    kept = kept_gradients(rank)
+    Learner(rank).supervise(samples(), RATE)
     model = tiny_model().double()
     total = 0.0
     tokens = sum(len(sample.rollout.response_ids) for sample in samples())
@@ -107,10 +96,10 @@ def test_after_the_moments_are_forgotten_a_step_is_that_of_a_new_optimizer() -> 
 
 
 def test_a_loss_that_is_not_finite_ends_the_cold_start_and_changes_no_weight() -> None:
-    made = learner()
-    weight = next(iter(made.model.parameters()))
+    rank = rank_of()
+    weight = next(iter(rank.model.parameters()))
     with torch.no_grad():
         weight.fill_(torch.nan)
     with pytest.raises(StageError, match=r"lower cold_start\.lr"):
-        made.supervise(samples(), RATE)
-    assert not made._rank.optimizer.state
+        Learner(rank).supervise(samples(), RATE)
+    assert not rank.optimizer.state

@@ -5,7 +5,6 @@ Most run what torch traces and differentiates without Inductor's kernels, which 
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,20 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import LoraConfig, TrainConfig
 from async_opd.weight_sync.held_rows import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
-from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from tests.trainer.models import VOCABULARY, kept_gradients, new_rank, random_sample, tiny_model
 from trainer.layers.compiled import CompiledLayers, compile_layers
 from trainer.layers.recomputation import recompute_activations
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.notes import drain_notes
 from trainer.parallel.follower import Follower
-from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.adapters import add_adapters
-from trainer.student.sharding import full_tensor, join_mesh
+from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +54,8 @@ def without_graphs() -> None:
 
 def rank_of(
     name: str = "all kept", backend: Any = None, mesh: Any = None, make: Any = tiny_model
-) -> Rank:
-    """A rank whose layers are compiled by the ``backend``, or eager for None."""
+) -> Any:
+    """A rank whose layers are compiled by the ``backend``, or eager for None; its ``gradients``."""
     train = TrainConfig(tokens_per_micro_batch=40, max_grad_norm=1e9, **CASES[name])
     model = make()
     if train.lora is not None:
@@ -75,15 +71,10 @@ def rank_of(
     with pytest.MonkeyPatch.context() as patch:
         if mesh is not None:  # one rank that offloads is sharded too
             patch.setattr("trainer.rank.offloads", lambda train, device: train.offload)
-        rank = Rank(model, build_objective(ForwardKLConfig()), train, CPU, mesh=mesh, fill=filled)
+        rank: Any = new_rank(model, train, mesh=mesh, fill=filled)
     rank.layers = next(iter(layers), None)
-    rank.optimizer.register_step_pre_hook(partial(keep_gradients, rank))
+    rank.gradients = kept_gradients(rank)
     return rank
-
-
-def keep_gradients(rank: Any, *_: Any) -> None:
-    named = {n: p.grad for n, p in rank.model.named_parameters() if p.grad is not None}
-    rank.gradients = {name: full_tensor(grad).clone() for name, grad in named.items()}
 
 
 def found_by(rank: Any, rank_group: RankGroup = SINGLE_RANK) -> tuple[Seen, list[str]]:

@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from benchmarks.local_ranks import in_processes
 from tests.checks.inputs import config
 from tests.trainer import families
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.processes import spread
 from trainer.batches.packing import Row
 from trainer.build import build_follower, build_learner
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.parallel.context import Context
 from trainer.rank import Rank
 from trainer.rank_group import RankGroup
@@ -67,7 +65,7 @@ TRAIN = TrainConfig(ranks=RANKS, context_parallel=RANKS, dtype="float32")
 
 def rank_of(made: Any, mesh: Any = None, **settings: Any) -> Rank:
     train = TRAIN.model_copy(update=settings if mesh else {"context_parallel": 1, **settings})
-    return Rank(made, build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+    return new_rank(made, train, mesh=mesh)
 
 
 def shared(make: Callable[[], Any], mesh: Any, **settings: Any) -> Rank:

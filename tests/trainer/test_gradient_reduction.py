@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from async_opd.config.device_defaults import reduces_once
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from benchmarks.local_ranks import in_processes
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
-from trainer.losses import build_objective
 from trainer.parallel.follower import Follower
 from trainer.rank import Rank
 from trainer.rank_group import RankGroup
@@ -77,7 +75,7 @@ CASES = [
 
 def rank_of(mesh: Any, when: When, dtype: Dtype) -> Rank:
     train = TrainConfig(max_grad_norm=1e9, dtype=dtype, reduce_gradients=when)
-    return Rank(tiny_model(), build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+    return new_rank(tiny_model(), train, mesh=mesh)
 
 
 def gradients(rank: Rank, step: Sequence[MicroBatch]) -> list[torch.Tensor]:

@@ -15,13 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from async_opd.config.device_defaults import Offload, offloads
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.offload import HostMoments
 from trainer.parallel.follower import Follower
 from trainer.rank import Rank
@@ -42,7 +40,7 @@ def rank_of(mesh: Any, offload: Offload, **changes: Any) -> Rank:
     train = TRAIN.model_copy(update={"offload": offload, **changes})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.rank.offloads", lambda train, device: train.offload)
-        return Rank(tiny_model(), build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+        return new_rank(tiny_model(), train, mesh=mesh)
 
 
 def stepped(learner: Learner, batches: Any = BATCHES) -> dict[str, torch.Tensor]:

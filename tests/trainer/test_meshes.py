@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
-from async_opd.config.sections.loss import Loss, RewardConfig, score_kind
+from async_opd.config.sections.loss import RewardConfig, score_kind
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from async_opd.core.scores import HiddenStates
 from benchmarks.local_ranks import in_processes
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import kept_gradients, random_sample, tiny_model
+from tests.trainer.oracle import config_of, every_loss
 from trainer.batches.token_weights import TokenWeighting
 from trainer.layers.recomputation import recompute_activations
 from trainer.learner import Learner
@@ -26,7 +25,7 @@ from trainer.parallel.follower import Follower
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
-from trainer.student.sharding import full_tensor, join_mesh
+from trainer.student.sharding import join_mesh
 from trainer.teacher_heads import TeacherHead
 
 pytestmark = pytest.mark.slow
@@ -38,16 +37,17 @@ LAYOUTS = {
     "replicate × shard": {"replicate": 2},
     "replicate × context": {"replicate": 2, "context_parallel": 2},
 }
+VARIED: dict[str, dict[str, Any]] = {
+    "k1": {"clamp": 0.5},
+    "k2": {"gradient": "policy_gradient"},
+    "k3": {"teacher_floor": -3, "importance": "off"},
+    "abs": {"reduction": "seq_mean_token_mean"},
+    "reverse_kl": {"tail": "ignore", "reduction": "seq_mean_token_sum"},
+    "jsd": {"tail": "renormalize", "clamp": 0.1},
+    "binary_kl": {"importance": "off"},
+}
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "k1": {"kind": "k1", "clamp": 0.5},
-    "k2": {"kind": "k2", "gradient": "policy_gradient"},
-    "k3": {"kind": "k3", "teacher_floor": -3, "importance": "off"},
-    "abs": {"kind": "abs", "reduction": "seq_mean_token_mean"},
-    "forward_kl": {"kind": "forward_kl"},
-    "reverse_kl": {"kind": "reverse_kl", "tail": "ignore", "reduction": "seq_mean_token_sum"},
-    "jsd": {"kind": "jsd", "tail": "renormalize", "clamp": 0.1},
-    "mixed_kl": {"kind": "mixed_kl", "forward_weight": 0.3},
-    "binary_kl": {"kind": "binary_kl", "importance": "off"},
+    **{kind: {"kind": kind, **VARIED.get(kind, {})} for kind in every_loss()},
     "responses weighed": {"kind": "forward_kl", "importance": "sequence", "importance_cap": 5},
     "truncated masked": {
         "kind": "reverse_kl",
@@ -111,9 +111,9 @@ def heads() -> dict[str, TeacherHead]:
     }
 
 
-def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Rank:
-    """A rank in float64, which keeps the full gradients of its step."""
-    loss = TypeAdapter(Loss).validate_python(OBJECTIVES[name])
+def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Any:
+    """A rank in float64; ``gradients`` are those of its step."""
+    loss = config_of(**OBJECTIVES[name])
     reward = RewardConfig() if name.startswith("reward") else None
     train = TrainConfig.model_validate({**TRAIN, **layout, "ranks": 1 if mesh is None else RANKS})
     objective = build_objective(loss, reward, 1.25 if "weighed" in name else 1.0)
@@ -121,17 +121,13 @@ def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Rank:
     model = tiny_model().double()
     if name in RECOMPUTED:
         recompute_activations(model, RECOMPUTED[name])
-    rank = Rank(model, objective, train, CPU, needed, mesh)
-    rank.optimizer.register_step_pre_hook(partial(keep_gradients, rank))
+    rank: Any = Rank(model, objective, train, CPU, needed, mesh)
+    rank.gradients = kept_gradients(rank)
     return rank
 
 
-def keep_gradients(rank: Any, *_: Any) -> None:
-    rank.gradients = {n: full_tensor(p.grad).clone() for n, p in rank.model.named_parameters()}
-
-
 def step(name: str, rank: Any, rank_group: RankGroup) -> Seen:
-    loss = TypeAdapter(Loss).validate_python(OBJECTIVES[name])
+    loss = config_of(**OBJECTIVES[name])
     reward = RewardConfig() if name.startswith("reward") else None
     learner = Learner(rank, TokenWeighting.of(loss, reward, 40, TEACHERS), rank_group)
     if name == "supervised":

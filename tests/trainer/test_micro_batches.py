@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batches.micro_batches import _by_tokens, assign_micro_batches, step_cost
+from trainer.batches.micro_batches import assign_micro_batches, by_tokens, step_cost
 from trainer.batches.packing import group_by_budget
 from trainer.flops import ModelSize
 
@@ -67,12 +67,12 @@ def test_a_round_has_micro_batches_of_about_equal_size() -> None:
 
 
 @given(LENGTHS.filter(bool), st.integers(1, 60), st.integers(2, 4))
-def test_no_step_takes_longer_than_balanced_by_tokens(
+def test_no_step_takes_longer_than_balancedby_tokens(
     lengths: list[int], budget: int, ranks: int
 ) -> None:
     costs = cost_of(lengths)
     found = assign_micro_batches(lengths, budget, ranks, costs)
-    before = _by_tokens(lengths, budget, ranks, costs)
+    before = by_tokens(lengths, budget, ranks, costs)
     assert step_cost(found, lengths, costs) <= step_cost(before, lengths, costs)
 
 
@@ -87,5 +87,5 @@ def test_ranks_idle_less_with_log_normal_lengths() -> None:
         busy = sum(costs) / 8
         for_ranks = (lengths, 32_768, 8, costs)
         idle += step_cost(assign_micro_batches(*for_ranks), lengths, costs) - busy
-        before += step_cost(_by_tokens(*for_ranks), lengths, costs) - busy
+        before += step_cost(by_tokens(*for_ranks), lengths, costs) - busy
     assert idle < 0.6 * before

@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.states import state_of
 from trainer.learner import Learner
-from trainer.losses import build_objective
-from trainer.rank import Rank
 
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16)
 BATCHES = [[random_sample(10 * step + i, 5, k=6) for i in range(3)] for step in range(3)]
 
 
 def learner() -> Learner:
-    rank = Rank(tiny_model(), build_objective(ForwardKLConfig()), TRAIN, torch.device("cpu"))
+    rank = new_rank(tiny_model(), TRAIN)
     return Learner(rank)
 
 

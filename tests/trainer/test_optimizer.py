@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -17,6 +17,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.models.model_size import Moments, moment_bytes
 from benchmarks.local_ranks import in_processes
+from tests.properties import examples
 from tests.trainer.models import random_sample
 from tests.trainer.states import restore, state_of
 from trainer.learner import Learner
@@ -226,7 +227,7 @@ def test_a_restored_learner_repeats_its_steps_bit_for_bit(moments: Moments) -> N
     st.sampled_from(["float32", *LOW]),
     st.lists(st.sampled_from([1, 3, 32, 64, 96, 128, 200, 256]), min_size=1, max_size=3),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_moments_take_the_bytes_that_are_planned(moments: Moments, shape: list[int]) -> None:
     assume(math.prod(shape) < 1 << 18)
     parameter = torch.nn.Parameter(torch.zeros(shape))

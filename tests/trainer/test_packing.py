@@ -56,20 +56,9 @@ def test_an_empty_response_adds_no_row() -> None:
     assert len(pack([random_sample(0, 0), random_sample(1, 2)]).rows) == 2
 
 
-def test_top_k_scores_line_up_with_the_rows() -> None:
-    packed = pack([random_sample(0, 2, k=4), random_sample(1, 3, k=4)])
-    assert packed.tokens.teacher_ids is not None
-    assert packed.tokens.teacher_ids.shape == (5, 4)
-
-
 def test_mixed_scores_are_refused() -> None:
     with pytest.raises(TypeError, match="several kinds"):
         pack([random_sample(0, 2, k=4), random_sample(1, 2)])
-
-
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
-def test_a_plan_is_the_same_every_time(lengths: list[int], budget: int) -> None:
-    assert group_by_budget(lengths, budget) == group_by_budget(list(lengths), budget)
 
 
 @given(st.lists(st.integers(1, 10), max_size=20), st.integers(0, 20))
@@ -91,8 +80,3 @@ def test_packed_rollout_logprobs_line_up_with_the_targets() -> None:
     samples = [random_sample(0, 2), random_sample(1, 3)]
     expected = np.concatenate([sample.rollout.rollout_logprobs for sample in samples])
     assert pack(samples).tokens.rollout_logprobs.tolist() == expected.tolist()
-
-
-def test_one_token_responses_have_one_row_each() -> None:
-    packed = pack([random_sample(0, 1, prompt=1), random_sample(1, 1, prompt=2)])
-    assert packed.rows.tolist() == [0, 3]

@@ -21,7 +21,7 @@ from async_opd.weight_sync.held_rows import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.attention import double_scale, reference
-from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
 from tests.trainer.states import State, restore, state_of
 from trainer.batches.shares import fetch
 from trainer.learner import Learner
@@ -187,7 +187,7 @@ def found(case: Case, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(tied: bool) -> tuple[list[dict[str, float]], State, Learner]:
     """Metrics of every step of one rank, its state after the first, and itself."""
-    learner = Learner(Rank(model(tied), build_objective(ForwardKLConfig()), TRAIN, CPU))
+    learner = Learner(new_rank(model(tied), TRAIN))
     metrics = trained(learner, BATCHES[:1])
     state = state_of(learner)
     return [*metrics, *trained(learner, BATCHES[1:])], state, learner
@@ -235,7 +235,7 @@ def test_the_ranks_together_compute_the_reference_of_the_weights_that_the_engine
     found: dict[str, Any], tied: bool, alone: Alone
 ) -> None:
     """Again after later steps: FSDP may not keep the weights that an earlier one gathered."""
-    first = Learner(Rank(model(tied, seed=7), build_objective(ForwardKLConfig()), TRAIN, CPU))
+    first = Learner(new_rank(model(tied, seed=7), TRAIN))
     restore(first, 1, found["state"])
     assert torch.allclose(found["reference"], held_logprobs(first), atol=1e-5)
     now = found["reference of these weights"]
@@ -286,7 +286,7 @@ def test_the_first_rank_fetches_its_own_samples_only(found: dict[str, Any], case
 def test_one_rank_goes_on_from_the_state_of_two(
     found: dict[str, Any], tied: bool, alone: Alone
 ) -> None:
-    learner = Learner(Rank(model(tied, seed=7), build_objective(ForwardKLConfig()), TRAIN, CPU))
+    learner = Learner(new_rank(model(tied, seed=7), TRAIN))
     restore(learner, 1, found["state"])
     trained(learner, BATCHES[1:])
     expected = dict(alone[2].named_weights())
@@ -353,6 +353,6 @@ def test_every_rank_checks_the_path_that_trains(dtype: str, tmp_path: Path) -> N
 
 
 def test_a_state_of_another_model_is_refused(found: dict[str, Any]) -> None:
-    learner = Learner(Rank(tiny_model(), build_objective(ForwardKLConfig()), TRAIN, CPU))
+    learner = Learner(new_rank(tiny_model(), TRAIN))
     with pytest.raises(CheckpointError, match="another model"):
         restore(learner, 1, {k: v for k, v in found["state"].items() if "norm" not in k})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from async_opd.microscope.folder import MICROSCOPE, RecordWriter, records
 from async_opd.microscope.record import CLAMPS, COLUMNS, SampleRecord
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from tests.trainer.oracle import DIVERGENCES, config_of, every_loss
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
@@ -33,16 +35,13 @@ from trainer.teacher_heads import TeacherHead
 
 CPU = torch.device("cpu")
 SIZES = [5, 1, 0, 9, 3, 7]
-KINDS: list[dict[str, Any]] = [
-    {"kind": "forward_kl"},
-    {"kind": "reverse_kl", "clamp": 0.5, "importance_cap": 1.1},
-    {"kind": "jsd", "tail": "ignore"},
-    {"kind": "mixed_kl", "forward_weight": 0.3},
-    {"kind": "k1", "clamp": 0.5},
-    {"kind": "binary_kl"},
-    {"kind": "k3", "teacher_floor": -2.0},
-    {"kind": "k2", "reduction": "seq_mean_token_mean", "weight": 0.5},
-]
+VARIED: dict[str, dict[str, Any]] = {
+    "reverse_kl": {"clamp": 0.5, "importance_cap": 1.1},
+    "jsd": {"tail": "ignore"},
+    "k1": {"clamp": 0.5},
+    "k2": {"reduction": "seq_mean_token_mean", "weight": 0.5},
+    "k3": {"teacher_floor": -2.0},
+}
 
 
 class Numbers:
@@ -61,7 +60,7 @@ def recorder(folder: Path, rank: int = 0, share: float = 1.0, top_k: int = 3) ->
 
 
 def learner_of(
-    folder: Path | None,
+    to: Path | Recorder | None,
     loss: dict[str, Any],
     reward: RewardConfig | None = None,
     spec: RankSpec | None = None,
@@ -71,7 +70,8 @@ def learner_of(
 ) -> Learner:
     config: Any = TypeAdapter(Loss).validate_python(loss)
     rank = rank_of(config, reward, spec, heads, **train)
-    rank.recorder = None if folder is None else recorder(folder, 0 if spec is None else spec.rank)
+    own = 0 if spec is None else spec.rank
+    rank.recorder = recorder(to, own) if isinstance(to, Path) else to
     return Learner(rank, TokenWeighting.of(config, reward, 16), rank_group)
 
 
@@ -96,7 +96,7 @@ def batch(k: int = 6) -> list[Sample]:
 
 
 def recorded(folder: Path, learner: Learner) -> dict[str, SampleRecord]:
-    learner._on_all_ranks("flush_records")
+    learner.compared("flush_records")
     return {one.uid: one for one in records(folder)}
 
 
@@ -104,13 +104,11 @@ def total(found: dict[str, SampleRecord], column: str) -> float:
     return float(sum(one[column].sum(dtype=np.float64) for one in found.values()))
 
 
-@pytest.mark.parametrize("loss", KINDS, ids=lambda loss: loss["kind"])
-def test_the_recorded_losses_of_a_step_are_the_logged_ones(
-    loss: dict[str, Any], tmp_path: Path
-) -> None:
-    divergence = loss["kind"] in ("forward_kl", "reverse_kl", "jsd", "mixed_kl")
+@pytest.mark.parametrize("kind", every_loss())
+def test_the_recorded_losses_of_a_step_are_the_logged_ones(kind: str, tmp_path: Path) -> None:
+    loss = config_of(kind, **VARIED.get(kind, {})).model_dump()
     made = learner_of(tmp_path, loss, tokens_per_micro_batch=12)
-    metrics = made.train_batch(batch(6 if divergence else 0)).metrics
+    metrics = made.train_batch(batch(6 if kind in DIVERGENCES else 0)).metrics
     found = recorded(tmp_path, made)
     tokens = sum(map(len, found.values()))
     assert tokens == sum(SIZES)
@@ -223,6 +221,7 @@ def assert_equal(ones: dict[str, SampleRecord], others: dict[str, SampleRecord])
             assert np.allclose(column, others[uid][name], atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
     loss: Any = TypeAdapter(Loss).validate_python({"kind": "forward_kl"})
@@ -231,7 +230,7 @@ def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
         made = learner_of(tmp_path / "two", {"kind": "forward_kl"}, None, spec, rank_group, **train)
         metrics = made.train_batch(batch()).metrics
-        made._on_all_ranks("flush_records")
+        made.compared("flush_records")
         return metrics
 
     def follow(spec: RankSpec) -> Follower:
@@ -248,12 +247,11 @@ def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
 
 
 def test_the_share_that_is_recorded_does_not_depend_on_the_batch(tmp_path: Path) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"})
-    made._rank.recorder = recorder(tmp_path, share=0.3)
+    made = learner_of(recorder(tmp_path, share=0.3), {"kind": "forward_kl"})
     first, second = batch()[:4], batch()[2:]
     for samples in (first, second, first[::-1]):
         made.train_batch(samples)
-        made._on_all_ranks("flush_records")
+        made.compared("flush_records")
     uids = [{one.uid for one in records(tmp_path, [step])} for step in (1, 2, 3)]
     both = {one.rollout.uid for one in first} & {one.rollout.uid for one in second}
     assert uids[0] == uids[2]
@@ -274,10 +272,9 @@ def test_a_step_that_is_not_finite_is_recorded_with_its_reason(tmp_path: Path) -
 def test_values_of_a_step_that_failed_are_in_no_later_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"}, tokens_per_micro_batch=12)
-    recorder = made._rank.recorder
-    assert recorder is not None
-    take, calls = recorder.take, list[int]()
+    own = recorder(tmp_path)
+    made = learner_of(own, {"kind": "forward_kl"}, tokens_per_micro_batch=12)
+    take, calls = own.take, list[int]()
 
     def failing(*given: Any) -> None:
         take(*given)
@@ -285,21 +282,21 @@ def test_values_of_a_step_that_failed_are_in_no_later_record(
         if len(calls) == 2:
             raise RuntimeError("the GPU is gone")
 
-    monkeypatch.setattr(recorder, "take", failing)
+    monkeypatch.setattr(own, "take", failing)
     with pytest.raises(RuntimeError):
         made.train_batch(batch())
     assert made.train_batch(batch()).metrics["microscope/samples"] == 5
 
 
-def test_of_ranks_that_share_rows_one_counts_what_is_left_out(tmp_path: Path) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"})
-    recorder = made._rank.recorder
-    assert recorder is not None
-    recorder._writer.stride = 2  # the first step would be removed
-    recorder.first = False
-    assert made.train_batch(batch()).metrics["microscope/removed"] == 0
-    recorder.first, recorder._writer.stride = True, 4
-    assert made.train_batch(batch()).metrics["microscope/removed"] == 5
+@pytest.mark.parametrize(("first", "removed"), [(False, 0), (True, 5)])
+def test_of_ranks_that_share_rows_one_counts_what_is_left_out(
+    first: bool, removed: int, tmp_path: Path
+) -> None:
+    writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20, stride=2)  # no record of step 1
+    own = Recorder(writer, seed=0, share=1.0, top_k=3, speller=Numbers)
+    own.first = first
+    made = learner_of(own, {"kind": "forward_kl"})
+    assert made.train_batch(batch()).metrics["microscope/removed"] == removed
 
 
 def test_an_error_of_writing_is_noted_once_and_ends_no_step(tmp_path: Path) -> None:
@@ -308,37 +305,29 @@ def test_an_error_of_writing_is_noted_once_and_ends_no_step(tmp_path: Path) -> N
     noted = []
     for _ in range(3):
         noted += made.train_batch(batch()).notes
-        made._on_all_ranks("flush_records")
+        made.compared("flush_records")
     lost = made.train_batch(batch()).metrics["microscope/lost"]
-    made._on_all_ranks("flush_records")
+    made.compared("flush_records")
     assert lost == 15
     assert len([*noted, *drain_notes()]) == 1
     assert "records of step 1 are lost: FileExistsError" in noted[0]
 
 
-def test_a_step_whose_writer_is_behind_is_lost_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"})
-    assert made._rank.recorder is not None
-    waiting = made._rank.recorder._thread.submit(blocked := Blocked())
-    monkeypatch.setattr(made._rank.recorder, "_writing", waiting)
-    metrics = made.train_batch(batch()).metrics
-    blocked.free()
-    assert metrics["microscope/lost"] == 5
+def test_a_step_whose_writer_is_behind_is_lost_and_counted(tmp_path: Path) -> None:
+    disk = threading.Event()
 
+    class Slow(Numbers):
+        def decode(self, ids: list[int]) -> str:
+            assert disk.wait(30)
+            return super().decode(ids)
 
-class Blocked:
-    def __init__(self) -> None:
-        import threading
-
-        self._event = threading.Event()
-
-    def __call__(self) -> None:
-        self._event.wait(30)
-
-    def free(self) -> None:
-        self._event.set()
+    writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20)
+    made = learner_of(
+        Recorder(writer, seed=0, share=1.0, top_k=3, speller=Slow), {"kind": "forward_kl"}
+    )
+    lost = [made.train_batch(batch()).metrics["microscope/lost"] for _ in range(2)]
+    disk.set()
+    assert lost == [0, 5]
 
 
 def test_without_a_share_nothing_is_recorded_and_no_metric_is_there(tmp_path: Path) -> None:

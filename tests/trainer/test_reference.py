@@ -13,7 +13,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.weight_sync.held_rows import held_rows
 from async_opd.weight_sync.layout import Reference
 from tests.engines import reference_logprobs
-from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.publisher import Publisher
@@ -28,7 +28,7 @@ ROWS = held_rows(VOCABULARY, 60)
 
 def learner(model: Any, dtype: str = "float32") -> Learner:
     train = TrainConfig(lr=1e-2, dtype=dtype, tokens_per_micro_batch=64)  # type: ignore[arg-type]
-    return Learner(Rank(model, build_objective(ForwardKLConfig()), train, CPU))
+    return Learner(new_rank(model, train))
 
 
 def own(model: Any) -> np.ndarray:

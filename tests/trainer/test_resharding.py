@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import CheckpointError
 from benchmarks.local_ranks import in_processes
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.offload import HostMoments
 from trainer.optimizer import LowBitAdamW
 from trainer.parallel.follower import Follower
@@ -37,7 +35,7 @@ BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 7, 2]
 
 def rank(spec: RankSpec | None, seed: int = 0, train: TrainConfig = TRAIN) -> Rank:
     mesh = None if spec is None else join_mesh(spec, CPU, train.replicate)
-    return Rank(tiny_model(seed), build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+    return new_rank(tiny_model(seed), train, mesh=mesh)
 
 
 def written(learner: Learner, folder: Path) -> Path:

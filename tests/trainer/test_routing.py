@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import LengthError, StageError
 from async_opd.core.samples import Sample
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.test_mixtures import mixture
 from trainer.batches.packing import pack
 from trainer.layers.recomputation import recompute_activations
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.mixtures.routing import Replay, replay_routing
-from trainer.rank import Rank
 
 SIZES, LAYERS, TOP_K = (5, 3, 7), 2, 2
 
@@ -56,7 +53,7 @@ def samples(model: Any, other: bool = False) -> list[Sample]:
 
 def learner(model: Any, routing: Any) -> Learner:
     train = TrainConfig(lr=1e-2, warmup_steps=0, routing=routing, tokens_per_micro_batch=16)
-    return Learner(Rank(model, build_objective(ForwardKLConfig()), train, torch.device("cpu")))
+    return Learner(new_rank(model, train))
 
 
 def step(model: Any, batch: list[Sample], routing: str = "replay") -> dict[str, torch.Tensor]:

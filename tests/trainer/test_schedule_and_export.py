@@ -20,24 +20,25 @@ from trainer.student.named_weights import named_weights
 TRAIN = TrainConfig(lr=1.0, warmup_steps=4, steps=20, min_lr_ratio=0.1)
 
 
-@pytest.mark.parametrize(("step", "rate"), [(0, 0.25), (3, 1.0), (4, 1.0), (19, 0.1)])
-def test_the_cosine_schedule_has_its_corners(step: int, rate: float) -> None:
-    assert learning_rate(step, TRAIN) == pytest.approx(rate)
-
-
-def test_the_cosine_is_half_way_down_in_the_middle() -> None:
-    train = TRAIN.model_copy(update={"warmup_steps": 0, "steps": 11})
-    assert learning_rate(5, train) == pytest.approx(0.55)
-
-
-def test_a_constant_schedule_stays() -> None:
-    train = TRAIN.model_copy(update={"schedule": "constant"})
-    assert learning_rate(19, train) == 1.0
-
-
-def test_a_run_of_one_step_has_a_rate() -> None:
-    train = TRAIN.model_copy(update={"steps": 1, "warmup_steps": 0})
-    assert learning_rate(0, train) == 1.0
+@pytest.mark.parametrize(
+    ("step", "changed", "rate"),
+    [
+        (0, {}, 0.25),
+        (3, {}, 1.0),
+        (4, {}, 1.0),
+        (19, {}, 0.1),
+        pytest.param(5, {"warmup_steps": 0, "steps": 11}, 0.55, id="half way"),
+        pytest.param(19, {"min_lr_ratio": 0.0}, 0.0, id="down to zero"),
+        pytest.param(19, {"schedule": "constant"}, 1.0, id="constant"),
+        pytest.param(0, {"schedule": "constant"}, 0.25, id="constant after a warm-up"),
+        pytest.param(0, {"steps": 1, "warmup_steps": 0}, 1.0, id="one step"),
+    ],
+)
+def test_a_step_has_the_rate_of_its_schedule(
+    step: int, changed: dict[str, Any], rate: float
+) -> None:
+    train = TRAIN.model_copy(update=changed)
+    assert learning_rate(step, train) == pytest.approx(rate, abs=1e-12)
 
 
 def export(model: Any, source: str, folder: Path, **given: Any) -> None:
@@ -194,19 +195,9 @@ def test_a_save_after_an_interrupted_one_leaves_only_the_model(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_constant_schedule_warms_up_too() -> None:
-    train = TRAIN.model_copy(update={"schedule": "constant"})
-    assert learning_rate(0, train) == 0.25
-
-
 def test_the_rate_never_rises_after_the_warm_up() -> None:
     rates = [learning_rate(step, TRAIN) for step in range(TRAIN.warmup_steps, TRAIN.steps)]
     assert rates == sorted(rates, reverse=True)
-
-
-def test_a_cosine_may_end_at_zero() -> None:
-    train = TRAIN.model_copy(update={"min_lr_ratio": 0.0})
-    assert learning_rate(19, train) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_rename_that_fails_leaves_the_old_model(

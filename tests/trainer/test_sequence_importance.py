@@ -367,6 +367,7 @@ def test_the_order_of_the_samples_does_not_change_a_step() -> None:
     assert_same(step(batch()), step(batch()[::-1]))
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_step_of_one() -> None:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> Any:
         return step(batch(), spec=spec, rank_group=rank_group)

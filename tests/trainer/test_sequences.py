@@ -16,22 +16,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.config.sections.loss import (
-    ForwardKLConfig,
-    JSDConfig,
-    K1Config,
-    MixedKLConfig,
-    ReverseKLConfig,
-    RewardConfig,
-    SampledConfig,
-    score_kind,
-)
+from async_opd.config.sections.loss import RewardConfig, score_kind
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
 from tests.sequences import Parts, parts, sampled_positions, sequence
 from tests.trainer.models import VOCABULARY, headers_of, tiny_model
-from tests.trainer.oracle import Identity
+from tests.trainer.oracle import (
+    DIVERGENCES,
+    ESTIMATES,
+    Identity,
+    config_of,
+    divergence,
+    estimate,
+)
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import group_by_budget
 from trainer.batches.repetition import repetition
@@ -43,26 +41,26 @@ from trainer.rank import Rank
 K, MU_CAP = 5, 1.3
 CPU = torch.device("cpu")
 TOP: dict[str, Any] = {"top_k": K, "importance": "off"}
+WEIGHED: dict[str, Any] = {"importance": "sequence", "importance_cap": MU_CAP}
+ADVANTAGE: dict[str, Any] = {"gradient": "policy_gradient"}
+CANDIDATES: dict[str, Any] = {"support": "student_topk", "top_k": K}
+REDUCTIONS = {"forward_kl": "seq_mean_token_mean", "jsd": "seq_mean_token_sum"}
 FAMILIES: dict[str, Any] = {
-    "k1": K1Config(kind="k1", importance_cap=MU_CAP),
-    "k2": SampledConfig(kind="k2", importance="off"),
-    "k3": SampledConfig(kind="k3", importance_cap=MU_CAP),
-    "k3 as an advantage": SampledConfig(kind="k3", gradient="policy_gradient"),
-    "abs": SampledConfig(kind="abs", importance="off"),
-    "binary_kl": SampledConfig(kind="binary_kl", importance="off"),
-    "k1 of whole responses": K1Config(kind="k1", importance="sequence", importance_cap=MU_CAP),
-    "top-k, bucket": ForwardKLConfig(**TOP),
-    "top-k, ignore": ReverseKLConfig(kind="reverse_kl", tail="ignore", **TOP),
-    "top-k, renormalize": JSDConfig(kind="jsd", tail="renormalize", **TOP),
-    "candidates": ReverseKLConfig(kind="reverse_kl", support="student_topk", **TOP),
-    "candidates, weighed": JSDConfig(
-        kind="jsd", support="student_topk", top_k=K, importance="truncated"
-    ),
-    "vocabulary, forward": ForwardKLConfig(support="full_vocab", reduction="seq_mean_token_mean"),
-    "vocabulary, reverse": ReverseKLConfig(kind="reverse_kl", support="full_vocab"),
-    "vocabulary, mixed": MixedKLConfig(kind="mixed_kl", support="full_vocab"),
-    "vocabulary, jsd": JSDConfig(kind="jsd", support="full_vocab", reduction="seq_mean_token_sum"),
-    "reward": K1Config(kind="k1", reduction="seq_mean_token_sum_norm"),
+    **{kind: config_of(kind, importance_cap=MU_CAP) for kind in ESTIMATES},
+    "k3 as an advantage": config_of("k3", **ADVANTAGE),
+    "k1 of whole responses": config_of("k1", **WEIGHED),
+    "top-k, bucket": config_of("forward_kl", **TOP),
+    "top-k, ignore": config_of("reverse_kl", tail="ignore", **TOP),
+    "top-k, renormalize": config_of("jsd", tail="renormalize", **TOP),
+    "candidates": config_of("reverse_kl", importance="off", **CANDIDATES),
+    "candidates, weighed": config_of("jsd", importance="truncated", **CANDIDATES),
+    **{
+        f"vocabulary, {kind}": config_of(
+            kind, support="full_vocab", reduction=REDUCTIONS.get(kind, "token_mean")
+        )
+        for kind in DIVERGENCES
+    },
+    "reward": config_of("k1", reduction="seq_mean_token_sum_norm"),
 }
 REWARD = RewardConfig(weight=0.7)
 MAX_TOKENS = 9
@@ -126,31 +124,6 @@ def outcomes(loss: Any, log_q: torch.Tensor, scores: Any, i: int) -> tuple[Any, 
     return log_p, torch.cat([own, rest[None]])
 
 
-def divergence(loss: Any, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    p, q = log_p.exp(), log_q.exp()
-    if loss.kind == "forward_kl":
-        return (p * (log_p - log_q)).sum()
-    if loss.kind == "reverse_kl":
-        return (q * (log_q - log_p)).sum()
-    if loss.kind == "mixed_kl":
-        return ((p - q) * (log_p - log_q)).sum() / 2
-    middle = (loss.beta * p + (1 - loss.beta) * q).log()
-    both = loss.beta * p * (log_p - middle), (1 - loss.beta) * q * (log_q - middle)
-    return (both[0] + both[1]).sum()
-
-
-def estimate(loss: Any, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    gap, q = log_q - log_p, log_q.exp()
-    value = {
-        "k1": gap,
-        "k2": gap**2 / 2,
-        "k3": (-gap).exp() - 1 + gap,
-        "abs": gap.abs(),
-        "binary_kl": q * gap + (1 - q) * ((1 - q) / (1 - log_p.exp())).log(),
-    }[loss.kind]
-    return value.detach() * log_q if loss.gradient == "policy_gradient" else value
-
-
 def weight_of(loss: Any, responses: list[int], length: int) -> float:
     """Of one token of a response of ``length`` tokens, in a batch of responses."""
     some = sum(n > 0 for n in responses)
@@ -177,7 +150,9 @@ def oracle(model: Any, loss: Any, batch: list[Sample], rewarded: bool) -> torch.
             ratio = (log_q[token] - double(rollout.rollout_logprobs)[i]).exp()
             if score_kind(loss) == "sampled":
                 log_p = double(sample.scores.logprobs)[i]  # type: ignore[union-attr]
-                value = estimate(loss, log_p, log_q[token])
+                value = estimate(loss.kind, log_p, log_q[token])
+                if loss.gradient == "policy_gradient":
+                    value = value.detach() * log_q[token]
             else:
                 value = divergence(loss, *outcomes(loss, log_q, sample.scores, i))
             rows.append((value, ratio))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
-from async_opd.config.sections.loss import Loss
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import kept_gradients, random_sample, tiny_model
+from tests.trainer.oracle import config_of
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
@@ -26,13 +23,10 @@ cache: dict[tuple[str, torch.dtype], Gradients] = {}
 def gradients(batch: list[Sample], kind: str, dtype: torch.dtype, budget: int) -> Gradients:
     """The gradients an optimizer step would have used, before clipping bites."""
     train = TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9)
-    loss: Any = TypeAdapter(Loss).validate_python({"kind": kind})
-    made = Learner(Rank(tiny_model().to(dtype), build_objective(loss), train, torch.device("cpu")))
-    kept: Gradients = {}
-    made._rank.optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
-        {name: p.grad.clone() for name, p in made.model.named_parameters()}
-    )
-    made.train_batch(batch)
+    objective = build_objective(config_of(kind))
+    rank = Rank(tiny_model().to(dtype), objective, train, torch.device("cpu"))
+    kept = kept_gradients(rank)
+    Learner(rank).train_batch(batch)
     return kept
 
 

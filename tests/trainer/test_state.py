@@ -31,6 +31,7 @@ from tests.conftest import make_rollout, make_sample
 from tests.trainer.models import random_sample
 from tests.trainer.test_learner import learner
 from trainer.batcher import Batcher
+from trainer.learner import Learner
 from trainer.saving.sample_file import (
     SCORED_FILE,
     decoded,
@@ -60,8 +61,10 @@ def weights(made: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
 
 
-async def trained_stage(steps: int, queue: MessageQueue) -> TrainerStage:
-    made = stage(learner(schedule="cosine"), queue, batch_size=3)
+async def trained_stage(
+    steps: int, queue: MessageQueue, own: Learner | None = None
+) -> TrainerStage:
+    made = stage(own or learner(schedule="cosine"), queue, batch_size=3)
     for step in range(steps):
         await queue.put(SCORED, Batch.pack(batch(step)))
         await made.step()
@@ -96,19 +99,20 @@ async def test_no_second_copy_is_made_while_one_that_was_given_up_is_written(
 
 async def test_a_stage_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
-    one = await trained_stage(3, queue)
+    first, second = learner(schedule="cosine"), learner(seed=5, schedule="cosine")
+    one = await trained_stage(3, queue, first)
     captured = await one.capture()
     for step in KEYS:
         await queue.put(SCORED, Batch.pack(batch(step)))
         await one.step()
     await one.checkpoint(str(tmp_path), frozenset())
     later = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
-    two = stage(learner(seed=5, schedule="cosine"), later, batch_size=3)
+    two = stage(second, later, batch_size=3)
     assert await two.restore(str(tmp_path)) == frozenset()
     for step in KEYS:
         await later.put(SCORED, Batch.pack(batch(step)))
         report = await two.step()
-    own, other = weights(one._learner), weights(two._learner)
+    own, other = weights(first), weights(second)
     assert [name for name in own if not torch.equal(own[name], other[name])] == []
     assert (captured.step, report.step) == (3, 6)
 

@@ -13,18 +13,12 @@ from hypothesis import strategies as st
 
 from async_opd.core.scores import CandidateLogprobs, TopK
 from tests.trainer.models import random_sample
-from tests.trainer.oracle import DOUBLE, Case, divergences, gradients, loss_of, term
+from tests.trainer.oracle import DIVERGENCES, DOUBLE, Case, divergences, gradients, loss_of, term
 from trainer.batches.packing import MIN_REST_MASS, estimate_log_rest, pack
-from trainer.losses import DivergenceFunction, ForwardKL, MixedKL, ReverseKL, jsd
+from trainer.losses import ForwardKL
 from trainer.losses.base import Tokens
 
 SUPPORT = 4
-DIVERGENCES: dict[str, DivergenceFunction] = {
-    "forward_kl": ForwardKL(),
-    "reverse_kl": ReverseKL(),
-    "jsd": jsd(0.3),
-    "mixed_kl": MixedKL(0.3),
-}
 TEACHER = torch.tensor([[0.5, 0.25, 0.15, 0.05, 0.0125, 0.0125, 0.0125, 0.0125]]).double().log()
 """5 % of the teacher's mass lies outside of the support."""
 

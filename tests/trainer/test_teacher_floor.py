@@ -10,19 +10,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from async_opd.config.sections.loss import Loss
-from tests.trainer.oracle import Case, Tail, case, gradients, loss_of, outcomes, run
+from tests.trainer.oracle import (
+    ESTIMATES,
+    Case,
+    Tail,
+    case,
+    config_of,
+    gradients,
+    loss_of,
+    outcomes,
+    run,
+)
 from trainer.losses import build_objective
 
 TAILS: list[Tail | None] = ["bucket", "ignore", None]
-SAMPLED = ["k1", "k2", "k3", "abs", "binary_kl"]
 
 
 def config(kind: str, floor: float | None, **values: Any) -> Any:
-    given: dict[str, Any] = {"kind": kind, "teacher_floor": floor, **values}
-    return TypeAdapter(Loss).validate_python(given)
+    return config_of(kind, teacher_floor=floor, **values)
 
 
 def reverse(tail: Tail | None, floor: float | None) -> Any:
@@ -102,7 +109,7 @@ def test_a_floored_rest_is_the_floor_too() -> None:
     assert math.isfinite(loss_of(reverse("bucket", -10.0), replace(x, tokens=tokens)).item())
 
 
-@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize("kind", ESTIMATES)
 def test_an_estimate_of_a_token_that_the_teacher_excludes_is_finite_with_a_floor(kind: str) -> None:
     x = excluding()
     floored = replace(x.tokens, teacher_logprobs=torch.full((6,), -8.0).double())
@@ -137,7 +144,7 @@ NEEDS_NONE = [
 @pytest.mark.parametrize("values", NEEDS_NONE)
 def test_a_floor_is_refused_where_an_excluded_token_adds_nothing(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="needs no teacher_floor"):
-        TypeAdapter(Loss).validate_python({"teacher_floor": -10.0, **values})
+        config(floor=-10.0, **values)
 
 
 def test_a_floor_above_certainty_is_refused() -> None:

@@ -17,6 +17,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from async_opd.core.scores import HiddenStates, SampledLogprobs
 from teachers.meter import ScoringMeter
+from tests.trainer import families
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.batches.packing import pack
 from trainer.learner import Learner
@@ -34,74 +35,18 @@ def saved(model: Any, directory: Path, **options: Any) -> str:
 
 def teacher(tied: bool = True, hidden: int = 48, vocabulary: int = VOCABULARY) -> Any:
     """A random Qwen3 of another width than the student."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(5)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            tie_word_embeddings=tied,
-            initializer_range=0.3,
-        )
-    ).eval()
-
-
-def gemma(cap: float | None = 2.0) -> Any:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    torch.manual_seed(6)
-    return Gemma2ForCausalLM(
-        Gemma2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            initializer_range=0.5,
-            final_logit_softcapping=cap,
-        )
-    ).eval()
-
-
-def granite() -> Any:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    torch.manual_seed(7)
-    return GraniteForCausalLM(
-        GraniteConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            logits_scaling=4.0,
-            initializer_range=0.3,
-        )
-    ).eval()
+    return families.made(
+        "Qwen3",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=1,
+        head_dim=16,
+        tie_word_embeddings=tied,
+    )
 
 
 def phi() -> Any:
-    from transformers import PhiConfig, PhiForCausalLM
-
-    torch.manual_seed(8)
-    model = PhiForCausalLM(
-        PhiConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    ).eval()
+    model = families.made("Phi", num_key_value_heads=2)
     torch.nn.init.normal_(model.lm_head.bias)
     return model
 
@@ -109,8 +54,8 @@ def phi() -> Any:
 MODELS = {
     "tied": teacher,
     "untied": lambda: teacher(tied=False),
-    "soft-capped": gemma,
-    "scaled": granite,
+    "soft-capped": families.gemma2,
+    "scaled": families.granite,
     "with a bias": phi,
 }
 
@@ -317,12 +262,17 @@ def test_empty_and_one_token_responses_have_no_or_one_row_of_states() -> None:
     assert states.rows == slice(0, 1)
 
 
-def test_samples_of_one_teacher_lie_side_by_side() -> None:
+def test_samples_of_one_teacher_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     model = teacher()
     batch = [scored(model, i, 2, name) for i, name in enumerate("abba")]
     made = learner({name: head_of(model, name) for name in "ab"}, JSDConfig(kind="jsd"))
     seen: list[Any] = []
-    made._rank.backward = lambda parts, factors: seen.append(parts) or BackwardResult({}, 0.0)  # type: ignore
+
+    def kept(_: Rank, parts: Any, factors: Any) -> BackwardResult:
+        seen.append(parts)
+        return BackwardResult({}, 0.0)
+
+    monkeypatch.setattr(Rank, "backward", kept)
     made.train_batch(batch)
     ((part,),) = seen
     assert [one.teacher for one in pack(part.samples).tokens.teacher_states] == ["a", "b"]

@@ -10,18 +10,12 @@ import torch
 
 from async_opd.config.load import load_config
 from async_opd.models.lm_head import LogitShape
-from tests.trainer.oracle import DOUBLE, Case, case, divergences, gradients, term
-from trainer.losses import ForwardKL, MixedKL, Objective, ReverseKL, jsd
+from tests.trainer.oracle import DIVERGENCES, DOUBLE, Case, case, divergences, gradients, term
+from trainer.losses import Objective
 from trainer.losses.chunked import chunked_loss
 from trainer.teacher_heads import TeacherHead, load_heads
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
-DIVERGENCES = {
-    "forward_kl": ForwardKL(),
-    "reverse_kl": ReverseKL(),
-    "jsd": jsd(0.3),
-    "mixed_kl": MixedKL(0.3),
-}
 
 
 def loss_at(temperature: float, kind: str, x: Case, **options: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from async_opd.config.sections.loss import ForwardKLConfig, Reduction, RewardCon
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
-from tests.trainer.models import headers_of, random_sample, tiny_model
+from tests.trainer.models import headers_of, kept_gradients, random_sample, tiny_model
 from trainer.batches.advantages import advantages, groups_of
 from trainer.batches.token_weights import TokenWeighting, token_weights
 from trainer.learner import Learner
@@ -155,19 +155,11 @@ def gradients(
 ) -> tuple[Gradients, dict[str, float]]:
     """The gradients a step would have used, and its metrics; float64."""
     config = ForwardKLConfig(**loss)
-    made = Learner(
-        Rank(
-            tiny_model().double(),
-            build_objective(config, reward),
-            TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9),
-            torch.device("cpu"),
-        ),
-        TokenWeighting.of(config, reward, 20, teachers),
-    )
-    kept: Gradients = {}
-    made._rank.optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
-        {name: p.grad.clone() for name, p in made.model.named_parameters()}
-    )
+    train = TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9)
+    objective = build_objective(config, reward)
+    rank = Rank(tiny_model().double(), objective, train, torch.device("cpu"))
+    kept = kept_gradients(rank)
+    made = Learner(rank, TokenWeighting.of(config, reward, 20, teachers))
     return kept, made.train_batch(samples).metrics
 
 

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import new_rank, random_sample, tiny_model
 from trainer.flops import ModelSize
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.notes import drain_notes
-from trainer.rank import BackwardResult, Rank
+from trainer.rank import BackwardResult
 from trainer.rank_group import SINGLE_RANK, RankGroup, SingleRank
 from trainer.utilization import MemoryUse, memory_metrics, memory_use, peak_tflops, utilization
 
@@ -26,7 +24,7 @@ SIZES = [5, 1, 0, 9]
 def metrics(rank_group: RankGroup = SINGLE_RANK, **train: Any) -> dict[str, float]:
     """Of one step over samples of 3 prompt tokens."""
     config = TrainConfig.model_validate({"warmup_steps": 0, **train})
-    rank = Rank(tiny_model(), build_objective(ForwardKLConfig()), config, CPU)
+    rank = new_rank(tiny_model(), config)
     samples = [random_sample(index, size, k=6) for index, size in enumerate(SIZES)]
     return Learner(rank, rank_group=rank_group).train_batch(samples).metrics
 
@@ -43,7 +41,7 @@ def test_a_model_whose_flops_are_unknown_trains_without_the_metric_and_says_so_o
 ) -> None:
     monkeypatch.setattr("trainer.flops._attention", lambda settings: 1 // 0)
     drain_notes()
-    rank = Rank(tiny_model(), build_objective(ForwardKLConfig()), TrainConfig(), CPU)
+    rank = new_rank(tiny_model(), TrainConfig())
     reports = [Learner(rank).train_batch([random_sample(0, 5, k=6)]) for _ in range(2)]
     assert not any({"train/tflops", "train/mfu"} & set(one.metrics) for one in reports)
     (said,) = [one for report in reports for one in report.notes if "tflops" in one]

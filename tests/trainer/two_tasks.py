@@ -13,16 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.uid import Uid
-from tests.trainer.models import tiny_model
+from tests.trainer.models import new_rank, tiny_model
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
-from trainer.losses import build_objective
-from trainer.rank import Rank
 
 LENGTHS = {"long": 6, "short": 1}
 RESPONSES = {"long": 8, "short": 1}
@@ -46,7 +43,7 @@ def answers(task: str) -> np.ndarray[Any, Any]:
 def learner(model: Any, lr: float, weighting: TokenWeighting | None = None) -> Learner:
     """Forward KL over a top-k support, at a constant rate."""
     train = TrainConfig(lr=lr, warmup_steps=0, schedule="constant", steps=1000)
-    rank = Rank(model, build_objective(ForwardKLConfig()), train, torch.device("cpu"))
+    rank = new_rank(model, train)
     return Learner(rank, weighting)
 
 

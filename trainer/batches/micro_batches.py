@@ -101,7 +101,7 @@ def assign_micro_batches(
     if ranks == 1 or not lengths:
         return [group_by_budget(lengths, budget)] + [[] for _ in range(ranks - 1)]
     costs = lengths if costs is None else costs
-    found = (_by_tokens(lengths, budget, ranks, costs), _by_costs(lengths, budget, ranks, costs))
+    found = (by_tokens(lengths, budget, ranks, costs), _by_costs(lengths, budget, ranks, costs))
     return min(found, key=lambda assigned: step_cost(assigned, lengths, costs))
 
 
@@ -113,7 +113,7 @@ def step_cost(assigned: Sequence[Groups], lengths: Sequence[int], costs: Sequenc
     return float(sum(overhead + max(spent) for spent in rounds))
 
 
-def _by_tokens(
+def by_tokens(
     lengths: Sequence[int], budget: int, ranks: int, costs: Sequence[float]
 ) -> list[Groups]:
     """As few groups as the budget allows, a multiple of ``ranks``, with about equal tokens."""

@@ -97,8 +97,3 @@ def test_a_run_with_k1_over_a_nucleus_is_refused_with_the_remedy() -> None:
     }
     with pytest.raises(ValidationError, match=r"rollout\.top_p 0\.9 makes incomparable"):
         RunConfig.model_validate(values)
-
-
-def test_a_supervised_k1_is_refused() -> None:
-    with pytest.raises(ValidationError, match="policy_gradient"):
-        loss(kind="k1", gradient="supervised")

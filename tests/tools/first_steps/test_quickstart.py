@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from async_opd import cli
 from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
-from async_opd.tools.first_steps.command import CONFIG, INPUTS, copy_to, packaged
+from async_opd.tools.first_steps.command import CONFIG, INPUTS, copy_to
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "quickstart.yaml"
@@ -53,11 +52,10 @@ def test_the_quickstart_runs_a_copy_of_the_example_in_its_directory(
     assert given.run_dir.startswith(str(tmp_path / "first" / "runs" / "quickstart-"))
 
 
-def test_the_copy_is_the_same_run_as_make_quickstart(tmp_path: Path) -> None:
+def test_the_copy_is_the_same_run_as_the_example(tmp_path: Path) -> None:
     copy_to(tmp_path)
     of, here = (load_config(path).model_dump() for path in (EXAMPLE, tmp_path / CONFIG))
     assert {key for key in of if of[key] != here[key]} == {"student", "teachers", "data"}  # paths
-    assert "async_opd run examples/quickstart.yaml" in (ROOT / "Makefile").read_text()
 
 
 def test_what_the_user_changed_is_kept(
@@ -112,12 +110,3 @@ def test_a_dry_run_of_the_quickstart_checks_and_writes_nothing(
     assert main(["quickstart", "new", "--dry-run", "--set", "train.steps=7"]) == 0
     assert "steps: 7\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_wheel_has_the_quickstarts_files_where_the_command_looks_for_them() -> None:
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    included = wheel["targets"]["wheel"]["force-include"]
-    examples = packaged().relative_to(ROOT)
-    assert included == {
-        str(examples / name): f"async_opd/examples/{name}" for name in (CONFIG, *INPUTS)
-    }

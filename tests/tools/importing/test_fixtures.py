@@ -94,10 +94,6 @@ def test_every_key_of_the_file_is_named_in_the_comments(fixture: Path, tmp_path:
     assert sorted(parse(fixture).keys.keys() - words) == []
 
 
-def test_every_fixture_names_its_source_and_the_date(fixture: Path) -> None:
-    assert re.match(r"# Facts of github\.com/.*2026-11-22\.\n", fixture.read_text())
-
-
 def test_the_fixtures_are_of_all_frameworks() -> None:
     found = [framework_of(path, parse(path).keys, None).name for path in FIXTURES]
     assert len(found) >= 12

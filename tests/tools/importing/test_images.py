@@ -6,8 +6,6 @@ from typing import Any
 
 from tests.tools.importing.test_steps import drafted
 
-ACTOR = "actor_rollout_ref.actor"
-
 
 def verl(**keys: Any) -> dict[str, Any]:
     return drafted("verl", **keys).ours

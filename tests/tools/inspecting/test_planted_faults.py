@@ -74,7 +74,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     learner.model.load_state_dict(model.state_dict())
     learner.version = 6
     metrics = learner.train_batch(samples).metrics
-    learner._on_all_ranks("flush_records")
+    learner.compared("flush_records")
     write_run_format(folder)
     settings = config(f"teachers.reverse.prompt_template={json.dumps(TEMPLATE)}")
     (folder / "config.yaml").write_text(dump_config(settings))

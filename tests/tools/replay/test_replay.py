@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,23 +138,20 @@ def refused(folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
-def test_it_is_refused_without_the_batch_of_each_step_since_the_checkpoint(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("lost", "step", "words"),
+    [
+        (18, 18, "the batch of step 18 is not kept → one of 1 to 17, 19 to 24"),
+        (18, 21, "from the checkpoint of step 16 on, batches of steps 18 are not kept"),
+        (18, 25, "the batch of step 25 is not kept"),
+        (1, 7, "no checkpoint before step 7 is left"),
+    ],
+)
+def test_it_is_refused_without_a_batch_that_it_needs(
+    lost: int, step: int, words: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run_dir / KEPT / kept_name(18, 0, 1)).unlink()
-    words = "the batch of step 18 is not kept → one of 1 to 17, 19 to 24"
-    assert words in refused(run_dir, 18, capsys)
-    assert "from the checkpoint of step 16 on, batches of steps 18 are not kept" in refused(
-        run_dir, 21, capsys
-    )
-    assert "the batch of step 25 is not kept" in refused(run_dir, 25, capsys)
-
-
-def test_it_is_refused_without_a_checkpoint_before_the_step(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run_dir / KEPT / kept_name(1, 0, 1)).unlink()
-    assert "no checkpoint before step 7 is left" in refused(run_dir, 7, capsys)
+    (run_dir / KEPT / kept_name(lost, 0, 1)).unlink()
+    assert words in refused(run_dir, step, capsys)
 
 
 def test_it_is_refused_where_log_replay_was_off(
@@ -163,83 +161,72 @@ def test_it_is_refused_where_log_replay_was_off(
     assert "log.replay was off: no batches are kept" in refused(tmp_path, 3, capsys)
 
 
-def with_platform(**other: str) -> Callable[[KeptStep], KeptStep]:
-    """Changes what a step says of where it was computed."""
-
-    def change(step: KeptStep) -> KeptStep:
-        platform = step.record.platform | other
-        return replace(step, record=replace(step.record, platform=platform))
-
-    return change
+def with_platform(step: KeptStep, **other: str) -> KeptStep:
+    """Another platform than the one on which the step was computed."""
+    return replace(step, record=replace(step.record, platform=step.record.platform | other))
 
 
-def test_it_is_refused_on_another_device(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changed(run_dir, 9, with_platform(device="one of another house"))
-    words = refused(run_dir, 9, capsys)
-    assert "device of rank 0: the run had one of another house, here is" in words
+def with_another_config(step: KeptStep) -> KeptStep:
+    """Another setting of the trainer."""
+    record: Record = step.record
+    train = record.config["train"] | {"tokens_per_micro_batch": 77}
+    return replace(step, record=replace(record, config=record.config | {"train": train}))
 
 
-def test_another_version_of_a_library_is_a_warning(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
+def with_another_result(step: KeptStep) -> KeptStep:
+    """The name of one result is another one."""
+    before = dict(step.record.result.quantities)
+    before["loss/of_old"] = before.pop("loss/entropy")
+    result = replace(step.record.result, quantities=before)
+    return replace(step, record=replace(step.record, result=result))
+
+
+def with_kernels(step: KeptStep, **kernels: str) -> KeptStep:
+    """Other kernels, or none as an older version wrote it."""
+    assert step.record.kernels == {"objective": "eager", "decoder layers": "eager"}
+    return replace(step, record=replace(step.record, kernels=kernels))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (partial(with_platform, device="other"), "device of rank 0: the run had other, here is"),
+        (with_another_config, "the run was resumed with other settings of train in between"),
+    ],
+)
+def test_it_is_refused_where_it_cannot_be_bit_equal(
+    change: Callable[[KeptStep], KeptStep],
+    words: str,
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    changed(run_dir, 9, with_platform(torch="1.0"))
+    changed(run_dir, 9, change)
+    assert words in refused(run_dir, 9 + (change is with_another_config), capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "warnings"),
+    [
+        (partial(with_platform, torch="1.0"), ["torch of rank 0: the run had 1.0, here is "]),
+        (with_another_result, ["only the run has 1 results", "only this version has 1 results"]),
+        (
+            partial(with_kernels, objective="compiled"),
+            ["objective of rank 0: compiled in the run, eager now"],
+        ),
+        (with_kernels, []),
+    ],
+)
+def test_another_version_is_a_warning(
+    change: Callable[[KeptStep], KeptStep],
+    warnings: list[str],
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changed(run_dir, 9, change)
     code, found = replay(run_dir, 9, capsys)
     assert code == 0
-    (warning,) = found["warnings"]
-    assert warning.startswith("torch of rank 0: the run had 1.0, here is ")
-
-
-def test_it_is_refused_if_the_config_changed_since_the_checkpoint(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def with_another_config(step: KeptStep) -> KeptStep:
-        record: Record = step.record
-        train = record.config["train"] | {"tokens_per_micro_batch": 77}
-        return replace(step, record=replace(record, config=record.config | {"train": train}))
-
-    changed(run_dir, 9, with_another_config)
-    words = refused(run_dir, 10, capsys)
-    assert "the run was resumed with other settings of train in between" in words
-
-
-def test_a_result_that_only_one_version_has_is_a_warning(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def with_another_result(step: KeptStep) -> KeptStep:
-        before = dict(step.record.result.quantities)
-        before["loss/of_old"] = before.pop("loss/entropy")
-        result = replace(step.record.result, quantities=before)
-        return replace(step, record=replace(step.record, result=result))
-
-    changed(run_dir, 9, with_another_result)
-    code, found = replay(run_dir, 9, capsys)
-    assert code == 0
-    assert found["warnings"] == [
-        "only the run has 1 results, such as loss/of_old: they are not compared",
-        "only this version has 1 results, such as loss/entropy: they are not compared",
-    ]
-
-
-def test_a_part_that_ran_compiled_in_the_run_and_eagerly_now_is_a_warning(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def compiled(step: KeptStep) -> KeptStep:
-        assert step.record.kernels == {"objective": "eager", "decoder layers": "eager"}
-        kernels = {"objective": "compiled", "decoder layers": "eager"}
-        return replace(step, record=replace(step.record, kernels=kernels))
-
-    changed(run_dir, 9, compiled)
-    code, found = replay(run_dir, 9, capsys)
-    assert code == 0
-    (warning,) = found["warnings"]
-    assert warning.startswith("objective of rank 0: compiled in the run, eager now")
-
-
-def test_a_file_of_a_version_that_kept_no_choice_of_kernels_is_no_mismatch(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changed(run_dir, 9, lambda step: replace(step, record=replace(step.record, kernels={})))
-    assert replay(run_dir, 9, capsys)[1]["warnings"] == []
+    for warning, start in zip(found["warnings"], warnings, strict=True):
+        assert warning.startswith(start)
 
 
 SETTINGS = {
