@@ -96,28 +96,6 @@ def table() -> list[list[str]]:
 LINES = table()
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "if device.type == 'cuda': pass",
-        "size = 1 if device == 'cpu' else 2",
-        "event = torch.cuda.Event()",
-        "BACKEND = 'nccl'",
-        "if tensor.is_cuda: pass",
-    ],
-)
-def test_a_path_of_gpus_is_found(source: str) -> None:
-    assert gpu_only(source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    ["'''On cuda.'''", "device: Literal['cpu', 'cuda'] = 'cpu'", "raise ValueError('no cuda')"],
-)
-def test_what_only_speaks_of_gpus_is_no_path_of_gpus(source: str) -> None:
-    assert not gpu_only(source)
-
-
 def test_every_module_with_a_path_of_gpus_has_a_line() -> None:
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     paths = {str(file.relative_to(ROOT)) for file in files if gpu_only(file.read_text())}
@@ -132,11 +110,9 @@ def test_every_module_of_the_table_exists() -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line[0][:40])
-def test_a_line_says_what_shows_its_part(line: list[str]) -> None:
-    assert len(line) == 3, f"not three cells: {line}"
-    shown = [one.strip() for one in line[2].split(";")]
-    for one in shown:
-        how, _, by = one.partition(":")
+def test_every_line_names_the_tests_that_show_its_part(line: list[str]) -> None:
+    for one in line[2].split(";"):
+        how, _, by = one.strip().partition(":")
         assert how in SHOWN, f"{how!r} is none of {sorted(SHOWN)}"
         named = re.findall(CODE, by)
         assert bool(named) == (how != "nothing"), f"no test is named: {one}"
@@ -149,12 +125,3 @@ def test_what_a_gpu_has_shown_has_figures() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
     figures = text.partition("<!-- figures: begin -->")[2].partition("<!-- figures: end -->")[0]
     assert not shown or figures.strip(), f"docs/gpu.md has no figures, but of: {shown}"
-
-
-def test_keys_with_a_default_are_not_said_to_be_required() -> None:
-    (row,) = [
-        one
-        for one in (ROOT / "docs" / "config.md").read_text().splitlines()
-        if "`train.freeze`" in one
-    ]
-    assert row.split(" | ")[2] == "`[]`"

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import grimp
-import pytest
 
 from benchmarks import house
 
@@ -78,34 +77,6 @@ def test_every_room_says_what_lives_there_and_what_it_may_import() -> None:
         str(f): ast.get_docstring(ast.parse((f / "__init__.py").read_text())) for f in folders()
     }
     assert [name for name, doc in docs.items() if not doc] == []
-
-
-BELOW_THE_STAGES = (
-    "checks",
-    "checkpoint",
-    "observability",
-    "grading",
-    "accounting",
-    "weight_sync",
-    "queue",
-    "data",
-    "memory",
-    "models",
-    "processes",
-    "microscope",
-    "config",
-    "files",
-    "waiting",
-    "media",
-    "core",
-)
-
-
-@pytest.mark.parametrize("name", BELOW_THE_STAGES)
-def test_a_room_below_the_stages_names_the_rooms_that_it_imports(name: str) -> None:
-    text = (ROOT / "async_opd" / name / "__init__.py").read_text()
-    said = set(re.findall(r"``(\w+)``", text.partition("Imports ")[2]))
-    assert said == {imported for importer, imported in imports() if importer == name}
 
 
 def test_no_files_and_no_rooms_import_one_another_also_not_for_types() -> None:
