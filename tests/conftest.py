@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ import pytest
 import tests.properties  # noqa: F401 - registers the profiles before any test has settings
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
+
+if TYPE_CHECKING:
+    from tests.world.training import FakeTraining
 
 # Ray gives its workers niceness 15. A test beside them that computes in a process of its own takes
 # 28 times their share of a core: engines that start in a minute alone then took more than ten.
@@ -96,3 +100,11 @@ def quickstart() -> str:
     from pathlib import Path
 
     return str(Path(__file__).parent.parent / "examples" / "quickstart")
+
+
+@pytest.fixture
+def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
+    """The training of a run of which everything else is real but the cluster."""
+    from tests.world.training import fake_training
+
+    return fake_training(monkeypatch)

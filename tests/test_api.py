@@ -18,7 +18,7 @@ from async_opd.core.errors import ConfigError
 from async_opd.job import Job
 from async_opd.prepare import prepare
 from tests.checks.inputs import EXAMPLE, FEW
-from tests.test_run_ends import FakeTraining, distilling  # noqa: F401
+from tests.world.training import FakeTraining
 
 METHODS = ["on_checkpoint", "on_end", "on_evaluation", "on_row"]
 
@@ -59,9 +59,7 @@ async def trained(training: FakeTraining) -> None:
 
 @pytest.fixture
 def overrides(
-    tmp_path: Path,
-    distilling: type[FakeTraining],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, distilling: type[FakeTraining], monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     monkeypatch.setattr(distilling, "run", trained)
     quiet = ["log.wandb=off", "log.console=off", "cluster.device=cpu"]

@@ -14,12 +14,10 @@ from tests.checks.inputs import FEW
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "quickstart.yaml")
 
 
-def test_check_exits_0_on_the_quickstart() -> None:
+def test_check_exits_0_and_prints_the_resolved_config_and_the_pools(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", EXAMPLE]) == 0
-
-
-def test_check_prints_the_resolved_config_and_the_pools(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check", EXAMPLE])
     printed = capsys.readouterr().out
     assert "sync_steps: 4" in printed
     assert "teachers.reverse" in printed
@@ -44,12 +42,18 @@ def test_check_prints_what_a_step_moves_and_what_the_queue_holds(
     assert "a step moves" in printed
 
 
-def test_the_flags_set_their_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check", EXAMPLE, "--staleness-threshold", "2", "--sync-steps", "9", "--run-dir", "here"])
+def test_flags_and_overrides_in_any_order_set_their_keys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A name that looks like a number stays a name."""
+    flags = ["--staleness-threshold", "2", "--sync-steps", "9", "--run-dir", "2026"]
+    overrides = ["--set", "train.steps=8", "--set", "seed=5", "seed=4", "rollout.n=4"]
+    assert main(["check", EXAMPLE, *FEW, "eval.every=7", *flags, *overrides]) == 0
     printed = capsys.readouterr().out
-    assert "staleness_threshold: 2.0" in printed
-    assert "sync_steps: 9" in printed
-    assert "run_dir: here" in printed
+    for line in ("staleness_threshold: 2.0", "sync_steps: 9", "run_dir: '2026'", "every: 7"):
+        assert f"{line}\n" in printed
+    for line in ("steps: 8", "seed: 5", "  n: 4"):
+        assert f"{line}\n" in printed
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -62,13 +66,14 @@ def test_bad_input_exits_2_and_says_everything(
     assert "/no/such/model" in printed
 
 
-def test_a_missing_config_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_config_exits_2() -> None:
     assert main(["run", "/no/such.yaml"]) == 2
 
 
-def test_a_wrong_command_exits_2() -> None:
+@pytest.mark.parametrize("words", [["dance"], ["check", EXAMPLE, "--sync-stps", "2"]])
+def test_a_wrong_command_or_option_exits_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["dance"])
+        main(words)
     assert caught.value.code == 2
 
 
@@ -102,3 +107,50 @@ def test_check_imports_neither_torch_nor_ray_nor_vllm() -> None:
     command = [sys.executable, "-c", code, "check", EXAMPLE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Trains a student model on its own rollouts"),
+        (["run"], "Starts the engines, trains all steps"),
+        (["check"], "without starting an engine"),
+        (["plan"], "Predicts throughput and staleness"),
+    ],
+)
+def test_help_says_what_the_command_does_with_an_example_and_the_exit_codes(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert says in shown
+    assert f"  async_opd {arguments[0] if arguments else 'check'} " in shown
+    assert "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("form", [[], ["--set"]])
+def test_a_wrong_override_is_told_alike_in_both_forms(
+    form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", EXAMPLE, *form, "train.stps=8"]) == 2
+    assert "command line: train.stps: unknown key (value 8)" in capsys.readouterr().err
+
+
+def test_every_command_with_overrides_takes_set(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "check", "plan", "doctor", "report", "eval", "init", "quickstart"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--set a.b.c=value" in capsys.readouterr().out, command
+
+
+def test_a_dry_run_checks_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", EXAMPLE, "--dry-run"]) == 0
+    assert "6000 training prompts" in capsys.readouterr().out
+    assert main(["run", EXAMPLE, "--dry-run", "student.model=/no/such"]) == 2
+    assert list(tmp_path.iterdir()) == []

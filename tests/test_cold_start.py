@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,11 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import GivenAnswers
 from async_opd.models.tokenizer import Text
 from async_opd.training import cold_start_of
-from tests.test_pipeline import Pace, PacedReads, SlowDisk, evaluated_world, world
 from tests.waiting.test_reading_thread import STALL_S, hang_for, hanging_reading, hanging_source
+from tests.world.clock import Pace, PacedReads
+from tests.world.log import FakeLog
+from tests.world.run import evaluated_world, world
+from tests.world.trainer import SlowDisk
 
 RATE = 0.5
 READS: Any = PacedReads(Pace(0))
@@ -77,18 +80,6 @@ class Teachers:
         return [Rollout.answer(f"{p.uid}/0", p, [ord(teacher)], "stop") for p in prompts]
 
 
-class Logged:
-    def __init__(self) -> None:
-        self.lines: list[Mapping[str, float]] = []
-        self.messages: list[str] = []
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.lines.append(metrics)
-
-    def message(self, text: str, level: str = "info") -> None:
-        self.messages.append(text)
-
-
 class Bounds:
     """Notes what is bounded, and for how long; bounds ``stuck`` with an error."""
 
@@ -111,7 +102,7 @@ class World:
         self, rows: Any = None, batch: int = 4, vocabulary: int = 1000, **config: Any
     ) -> None:
         self.bounds = Bounds()
-        self.trainer, self.teachers, self.log = Trainer(), Teachers(), Logged()
+        self.trainer, self.teachers, self.log = Trainer(), Teachers(), FakeLog()
         given = GivenAnswers(lambda text: [int(text)], 99, limit=8)
         settings = ColdStartConfig(**{"steps": 3} | config)
         more: Any = (rows or Rows(), given, vocabulary, lambda asked, _: len(asked), self.log)
@@ -133,8 +124,11 @@ async def test_each_step_trains_a_batch_of_the_next_rows_answers() -> None:
     assert world.responses == [[[0, 99], [1, 99]], [[2, 99], [3, 99]], [[4, 99], [5, 99]]]
 
 
-async def test_the_trainer_has_a_new_optimizer_afterwards() -> None:
-    assert (await World().run()).trainer.forgotten == 1
+async def test_every_step_is_logged_and_the_trainer_has_a_new_optimizer_afterwards() -> None:
+    world = await World().run()
+    rows = [(one["cold_start/step"], one["cold_start/loss"]) for one in world.log.rows]
+    assert rows == [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]
+    assert world.trainer.forgotten == 1
 
 
 async def test_the_rate_rises_to_that_of_the_config() -> None:
@@ -142,34 +136,18 @@ async def test_the_rate_rises_to_that_of_the_config() -> None:
     assert world.trainer.rates == [RATE / 2, RATE, RATE, RATE]
 
 
-async def test_every_step_is_logged() -> None:
-    lines = (await World().run()).log.lines
-    assert [(one["cold_start/step"], one["cold_start/loss"]) for one in lines] == [
-        (1.0, 1.0),
-        (2.0, 1.0),
-        (3.0, 1.0),
-    ]
-
-
-async def test_teachers_answer_the_prompts_of_their_own_sources() -> None:
+async def test_teachers_answer_the_prompts_of_their_own_sources_as_the_config_says() -> None:
     world = await World(answers="teacher", temperature=0.5).run()
     assert world.responses[0] == [[ord("a")], [ord("a")], [ord("b")], [ord("b")]]
-
-
-async def test_teachers_answer_with_the_temperature_of_the_config() -> None:
-    world = await World(answers="teacher", temperature=0.5).run()
     assert {sampling.temperature for _, _, sampling in world.teachers.asked} == {0.5}
+    assert ("answers of the cold start", 4) in world.bounds.asked  # the time of so many tokens
 
 
 async def test_rows_that_cannot_be_used_are_replaced_by_the_next_ones_and_counted() -> None:
     world = await World(Rows(bad=[1], unanswered=[2]), batch=3, steps=1).run()
     assert world.responses == [[[0, 99], [3, 99], [4, 99]]]
-    assert world.log.lines[-1]["cold_start/unusable_rows"] == 2
-
-
-async def test_the_first_row_that_is_left_out_is_told_with_the_reason() -> None:
-    world = await World(Rows(bad=[1, 2]), batch=3, steps=1).run()
-    assert [line for line in world.log.messages if "left out" in line] == [
+    assert world.log.rows[-1]["cold_start/unusable_rows"] == 2
+    assert [line for line in world.log.lines if "left out" in line] == [
         "cold start: a row is left out, others are counted: bad"
     ]
 
@@ -185,7 +163,7 @@ async def test_rows_with_tokens_that_the_student_has_no_embedding_for_are_left_o
     world = World(batch=2, steps=1, vocabulary=ord("b"), answers="teacher")
     await world.run()
     assert world.responses == [[[ord("a")], [ord("a")]]]
-    assert "has token 98, the student 98 rows" in world.log.messages[1]
+    assert "has token 98, the student 98 rows" in world.log.lines[1]
 
 
 async def test_answers_that_never_come_end_the_run() -> None:
@@ -203,11 +181,6 @@ async def test_rows_that_never_come_end_the_run() -> None:
         await hang_for(STALL_S, timer)
         with pytest.raises(StageTimeout, match="rows of the source did not come"):
             await asyncio.wait_for(running, 5)
-
-
-async def test_teachers_have_the_time_that_their_answers_may_take() -> None:
-    world = await World(answers="teacher", steps=1).run()
-    assert ("answers of the cold start", 4) in world.bounds.asked
 
 
 async def test_an_error_of_the_trainer_ends_the_answers_under_way() -> None:
@@ -238,17 +211,9 @@ class Cold:
 
 async def test_the_replicas_get_the_cold_starts_weights_before_anything_is_sampled() -> None:
     run = world()
-    synced: list[tuple[int, bool]] = []
-    snapshot = run.sync.snapshot
-
-    async def noted(version: int, again: bool = False) -> None:
-        synced.append((version, again))
-        await snapshot(version, again)
-
-    run.sync.snapshot = noted  # type: ignore[method-assign]
     run.pipeline.cold_start = cold = Cold(run)  # type: ignore[assignment]
-    await run.pipeline.run()
-    assert (cold.before, synced[:2]) == ((0, 0), [(0, True), (1, False)])
+    await run.run()
+    assert (cold.before, run.sync.snapshots[:2]) == ((0, 0), [(0, True), (1, False)])
 
 
 @pytest.mark.parametrize(("asked", "first"), [(True, (0, True)), (False, (1, False))])
@@ -256,26 +221,17 @@ async def test_replicas_are_pushed_version_0_before_the_first_prompt_only_if_ask
     asked: bool, first: tuple[int, bool]
 ) -> None:
     run = world()
-    synced: list[tuple[int, bool]] = []
-    snapshot = run.sync.snapshot
-
-    async def noted(version: int, again: bool = False) -> None:
-        synced.append((version, again))
-        await snapshot(version, again)
-
-    run.sync.snapshot = noted  # type: ignore[method-assign]
     run.pipeline.pushes_first = asked
-    await run.pipeline.run()
-    assert synced[0] == first
+    await run.run()
+    assert run.sync.snapshots[0] == first
 
 
 async def test_no_checkpoint_is_taken_before_the_cold_start_is_over() -> None:
     run = world()
-    run.pipeline.cold_start = Cold(run)  # type: ignore[assignment]
-    run.pipeline.__post_init__()
+    run.rewire(cold_start=Cold(run))
     with pytest.raises(CheckpointError, match="the cold start is not over"):
         await run.pipeline.checkpoint()
-    await run.pipeline.run()
+    await run.run()
     await run.pipeline.checkpoint()
 
 
@@ -287,11 +243,9 @@ async def test_a_cold_start_has_its_checkpoint_before_the_evaluations_that_follo
         return 1.0
 
     run = evaluated_world(grade)
-    run.pipeline.cold_start = Cold(run)  # type: ignore[assignment]
-    disk: Any = SlowDisk(run)
-    run.pipeline.checkpointer = disk
-    run.pipeline.__post_init__()
-    await run.pipeline.run()
+    disk = SlowDisk(run.trainer)
+    run.rewire(cold_start=Cold(run), checkpointer=disk)
+    await run.run()
     assert taken_by_then[0] == [0]
 
 
@@ -299,7 +253,7 @@ async def test_a_resumed_run_has_no_cold_start(tmp_path: Path) -> None:
     config = load_config(EXAMPLE, ["cold_start={steps: 1}"])
     start: Any = SimpleNamespace(cut=SimpleNamespace(cursor=0))
     inputs: Any = SimpleNamespace(train=[ROWS], checked=[ROWS], eval=[], max_prompt_tokens=20)
-    job: Any = SimpleNamespace(config=config, inputs=inputs, start=start, log=Logged())
+    job: Any = SimpleNamespace(config=config, inputs=inputs, start=start, log=FakeLog())
     text = Text.of(config)
     assert cold_start_of(job, text, READS) is None
     job.start = None

@@ -21,8 +21,9 @@ from async_opd import run as module
 from async_opd.prepare import Prepared
 from async_opd.core.errors import StageError
 from async_opd.checks.preflight import Inputs
-from tests.checkpoint.test_store import ROWS, config
-from tests.test_run_ends import FakeText, FakeTrainer, FakeTraining
+from tests.checkpoint.test_store import ROWS
+from tests.world.config import run_config
+from tests.world.training import FakeText, FakeTraining, SavingTrainer
 
 when, run_dir = sys.argv[1:]
 
@@ -35,7 +36,7 @@ def stuck():
 
     return forever()
 
-class Trainer(FakeTrainer):
+class Trainer(SavingTrainer):
     async def save(self, directory):
         if when == "model":
             await stuck()
@@ -65,7 +66,7 @@ async def launch(*args, **options):
 module.launch, module.Training = launch, Training
 module.Text = FakeText
 grace = {"grace_s": 60 if when == "second signal" else 0.2}
-made = config(run_dir=run_dir, log={"wandb": "off"}, shutdown=grace)
+made = run_config(run_dir=run_dir, log={"wandb": "off"}, shutdown=grace)
 sys.exit(module.run(Prepared(made, Inputs(ROWS), "cpu")))
 """
 

@@ -3,167 +3,155 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_opd import run as run_module
+from async_opd import run as module
+from async_opd.checks.preflight import Inputs
 from async_opd.cluster.watching.watch import RECONNECT
 from async_opd.core.errors import HeadLost, ProcessDied, StageError
-from async_opd.core.reports import StageReport
-from async_opd.run import _checkpoint_after_failure, _checkpoint_at_end, _save_best
-from async_opd.waiting.waits import Waits
-from tests.checkpoint.test_store import config, written
+from async_opd.prepare import Prepared
+from tests.checkpoint.test_store import ROWS, written
+from tests.world.config import run_config
+from tests.world.training import FakeTraining, SavingTrainer
 
-DATA = {"train": "rows.jsonl", "eval": "rows.jsonl"}
 BROKEN = StageError("guardrail", "responses run away")
+LOST = HeadLost("cluster", "Ray's head has not answered for 20 s")
+DIED = ProcessDied("trainer", "its process died")
+SIGNAL = asyncio.CancelledError()
 
 
-class Ending:
-    """A pipeline whose checkpoint is written when it is told; it is its own log and trainer."""
+class Writing:
+    """A checkpoint that is written after so many seconds, or never; a signal may come first."""
 
-    def __init__(self, grace_s: float = 5, timeout_s: float = 5, life_s: float = 5) -> None:
-        self.config = config(
-            shutdown={"grace_s": grace_s},
-            supervision={"timeout_s": life_s},
-        )
-        self.state_s = timeout_s
-        self.stages = self.trainer = self
-        self.waits = Waits(print)
-        self.begun, self.written = asyncio.Event(), asyncio.Event()
-        self.kept = self.dead = self.logged = False
-        self.told: list[str] = []
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.begun = self.kept = False
+        self.signalled: list[asyncio.Task[Any]] = []
 
-    async def report(self) -> StageReport:
-        if self.dead:
-            await asyncio.Event().wait()
-        return StageReport()
-
-    def log_rows(self) -> None:
-        self.logged = True
-
-    async def checkpoint(self) -> None:
-        self.begun.set()
-        await self.written.wait()
+    async def __call__(self) -> None:
+        self.begun = True
+        for work in self.signalled:
+            work.cancel()
+        await asyncio.sleep(self.seconds)
         self.kept = True
 
-    def message(self, text: str, level: str = "info") -> None:
-        self.told.append(text)
+
+def ended(
+    training: type[FakeTraining], folder: Path, writing: Writing, **sections: Any
+) -> tuple[int, str]:
+    """Exit code and ``run.log`` of a run whose training ends with its error."""
+    training.checkpoint = staticmethod(writing)  # type: ignore[assignment]
+    log = {"wandb": "off", "console": "off"}
+    made = run_config(**{"run_dir": str(folder), "log": log} | sections)
+    code = module.run(Prepared(made, Inputs(ROWS), "cpu"))
+    return code, (folder / "run.log").read_text()
 
 
-def after(made: Any, error: Exception = BROKEN) -> asyncio.Task[None]:
-    return asyncio.create_task(_checkpoint_after_failure(error, made, made))
+NEVER = 60.0
 
 
-async def test_the_checkpoint_after_an_error_is_not_bounded_by_the_grace() -> None:
-    made = Ending(grace_s=1e-3)
-    keeping = after(made)
-    await made.begun.wait()
-    asyncio.get_running_loop().call_later(0.05, made.written.set)
-    await keeping
-    assert made.kept
-
-
-async def test_the_checkpoint_after_an_error_is_bounded_as_any_other() -> None:
-    made = Ending(timeout_s=0.01)
-    await after(made)
-    assert "not written within 0.01 s (checkpoint.timeout_s)" in made.told[-1]
-
-
-async def test_the_checkpoint_after_the_loss_of_the_head_has_the_time_that_ray_leaves(
+@pytest.mark.parametrize(
+    ("error", "bound_s", "grace_s", "seconds", "line"),
+    [
+        (BROKEN, 5, 1e-3, 0.05, ""),
+        (BROKEN, 0.01, 5, NEVER, "not written within 0.01 s (checkpoint.timeout_s)"),
+        (LOST, 600, 5, NEVER, f"not written within 0.01 s ({RECONNECT})"),
+        (SIGNAL, 5, 0.01, NEVER, "not written within 0.01 s (shutdown.grace_s)"),
+    ],
+    ids=["not bounded by the grace", "as any other", "by what Ray leaves", "a signal's grace"],
+)
+def test_the_last_checkpoint_has_the_time_of_its_cause(
+    tmp_path: Path,
+    distilling: type[FakeTraining],
     monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    bound_s: float,
+    grace_s: float,
+    seconds: float,
+    line: str,
 ) -> None:
-    monkeypatch.setattr(run_module, "left_s", lambda: 0.01)
-    made = Ending(timeout_s=600)
-    await after(made, HeadLost("cluster", "Ray's head has not answered for 20 s"))
-    assert f"not written within 0.01 s ({RECONNECT})" in made.told[-1]
+    monkeypatch.setattr(module, "left_s", lambda: 0.01)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    distilling.error, distilling.state_s = error, bound_s
+    writing = Writing(seconds)
+    _, log = ended(distilling, tmp_path / "run", writing, shutdown={"grace_s": grace_s})
+    assert (writing.kept, line in log) == (not line, True)
+    assert "no checkpoint at the end" not in log or line
 
 
-async def test_a_signal_during_it_lets_it_finish_within_the_grace() -> None:
-    made = Ending()
-    keeping = after(made)
-    await made.begun.wait()
-    keeping.cancel()
-    asyncio.get_running_loop().call_soon(made.written.set)
-    await keeping
-    assert made.kept
+@pytest.mark.parametrize(("seconds", "grace_s", "kept"), [(0.05, 5, True), (NEVER, 0.01, False)])
+def test_a_signal_during_it_leaves_it_the_grace_and_the_run_has_failed(
+    tmp_path: Path,
+    distilling: type[FakeTraining],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    grace_s: float,
+    kept: bool,
+) -> None:
+    """The handler of signals, which ends a process that takes too long, is a fake."""
+    distilling.error, writing = BROKEN, Writing(seconds)
+
+    def handler(work: asyncio.Task[Any], *_: Any) -> Any:
+        writing.signalled.append(work)
+        return SimpleNamespace(over=lambda: None)
+
+    monkeypatch.setattr(module, "SignalHandler", handler)
+    code, log = ended(distilling, tmp_path / "run", writing, shutdown={"grace_s": grace_s})
+    assert (code, writing.kept) == (1, kept)
+    assert ("not written 0.01 s after the signal" in log) != kept
 
 
-async def test_a_signal_during_it_leaves_it_no_more_than_the_grace() -> None:
-    made = Ending(grace_s=0.01)
-    keeping = after(made)
-    await made.begun.wait()
-    keeping.cancel()
-    await asyncio.wait_for(keeping, 2)
-    assert "not written 0.01 s after the signal" in made.told[-1]
-    assert not made.kept
+def test_a_run_whose_trainer_died_too_often_waits_for_no_checkpoint(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    distilling.error, writing = DIED, Writing()
+    _, log = ended(distilling, tmp_path / "run", writing)
+    assert not writing.begun
+    assert "the trainer died" in log
 
 
-async def test_a_run_whose_trainer_died_too_often_waits_for_no_checkpoint() -> None:
-    made = Ending()
-    await after(made, ProcessDied("trainer", "its process died"))
-    assert not made.begun.is_set()
-    assert "the trainer died" in made.told[-1]
+def test_a_trainer_that_gives_no_sign_of_life_is_not_waited_for(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    class Silent(SavingTrainer):
+        async def report(self) -> Any:
+            await asyncio.Event().wait()
 
-
-async def test_a_trainer_that_gives_no_sign_of_life_is_not_waited_for() -> None:
-    made = Ending(life_s=0.01)
-    made.dead = True
-    await after(made)
-    assert "trainer: a heartbeat answer took longer than 0.01 s" in made.told[-1]
-
-
-async def test_the_checkpoint_after_a_signal_is_bounded_by_the_grace() -> None:
-    made: Any = Ending(grace_s=0.01)
-    await _checkpoint_at_end(made, made, 0.01, "shutdown.grace_s")
-    assert "not written within 0.01 s (shutdown.grace_s)" in made.told[-1]
-
-
-async def test_the_error_is_told_before_its_checkpoint_is_written() -> None:
-    made = Ending()
-    made.written.set()
-    await after(made)
-    assert made.told == ["the run has failed: guardrail: responses run away"]
+    distilling.error, distilling.trainer = BROKEN, Silent()
+    _, log = ended(distilling, tmp_path / "run", Writing(), supervision={"timeout_s": 0.01})
+    assert "trainer: a heartbeat answer took longer than 0.01 s" in log
 
 
 @pytest.mark.parametrize("on_exit", [True, False])
-async def test_none_is_written_where_none_is_wanted(on_exit: bool) -> None:
-    made = Ending()
-    checkpoint = made.config.checkpoint.model_copy(update={"on_exit": on_exit})
-    made.config = made.config.model_copy(update={"checkpoint": checkpoint})
-    made.written.set()
-    await after(made)
-    assert (made.kept, made.logged) == (on_exit, True)
+def test_none_is_written_where_the_config_has_none_and_the_last_row_is_there(
+    tmp_path: Path, distilling: type[FakeTraining], on_exit: bool
+) -> None:
+    distilling.error, writing = BROKEN, Writing()
+    _, log = ended(distilling, tmp_path / "run", writing, checkpoint={"on_exit": on_exit})
+    assert writing.kept == on_exit
+    assert "the run has failed: guardrail: responses run away" in log
+    assert '"step": 2' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-async def test_a_better_evaluation_of_a_step_without_a_checkpoint_is_told(tmp_path: Path) -> None:
-    told, summary = list[str](), dict[str, float]()
-    best = {"keep_best": "eval/*/accuracy"}
-    log = SimpleNamespace(summarize=summary.update)
-    job: Any = SimpleNamespace(
-        config=config(checkpoint=best, data=DATA),
-        store=written(tmp_path, 2, 4),
-        run_dir=tmp_path,
-        log=log,
-        waits=Waits(print),
-    )
-    job.message = told.append
-    for step, value in ((2, 0.5), (3, 0.9), (4, 0.1)):
-        job.store.evaluated.add(step, value)
-    stages: Any = Saving()
-    await _save_best(stages, job, 60)
-    assert told[0] == "step 3 has no checkpoint, though its eval/*/accuracy is 0.9"
-    assert summary == {"checkpoint/best_step": 2.0, "checkpoint/best": 0.5}
+def test_a_better_evaluation_of_a_step_without_a_checkpoint_has_a_line(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    async def trained(training: FakeTraining) -> None:
+        written(training.job.store.folder, 2, 4)
+        for step, value in ((2, 0.5), (3, 0.9), (4, 0.1)):
+            training.job.store.evaluated.add(step, value)
 
-
-class Saving:
-    """The stages of a run, whose trainer restores and saves nothing."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = self
-
-    async def restore(self, directory: str) -> None: ...
-
-    async def save(self, directory: str) -> None: ...
+    distilling.run = trained  # type: ignore[method-assign]
+    data = {"train": "rows.jsonl", "eval": "rows.jsonl"}
+    keep = {"keep_best": "eval/*/accuracy"}
+    code, log = ended(distilling, tmp_path / "run", Writing(), checkpoint=keep, data=data)
+    assert code == 0, log
+    assert "step 3 has no checkpoint, though its eval/*/accuracy is 0.9" in log
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    assert '"checkpoint/best_step": 2.0' in summary
+    assert '"checkpoint/best": 0.5' in summary

@@ -15,12 +15,13 @@ import pytest
 from async_opd.core.errors import StageTimeout
 from async_opd.core.reports import Captured
 from async_opd.core.row import Row
-from async_opd.core.samples import Prompt
+from async_opd.core.samples import DeadLetter, Prompt
 from async_opd.data.streamed_rows import StreamedRows
 from async_opd.training import reading_of
 from async_opd.waiting.reading_thread import ReadingThread
-from tests.test_pipeline import FakePrompts, World, world
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
+from tests.world.prompts import FakePrompts
+from tests.world.run import World, world
 
 STALL_S = 100.0
 
@@ -32,7 +33,7 @@ class LatePrompts(FakePrompts):
         super().__init__()
         self.good, self.go = good, threading.Event()
 
-    def next(self, count: int) -> list[Prompt]:
+    def next(self, count: int) -> list[Prompt | DeadLetter]:
         found = super().next(count)  # the cursor passes them before any caller has them
         if self.cursor > self.good:
             self.go.wait(60)
@@ -56,9 +57,8 @@ class Late:
 @contextmanager
 def late_run() -> Iterator[Late]:
     made, timer, prompts = world(k=2, s=0.5, n=2, batch_size=4), ManualTimer(), LatePrompts(6)
-    made.pipeline.prompts = prompts
-    made.pipeline.reading = ReadingThread("rows of data.train[0]", STALL_S, timer=timer)
-    made.pipeline.__post_init__()
+    reading = ReadingThread("rows of data.train[0]", STALL_S, timer=timer)
+    made.rewire(prompts=prompts, reading=reading)
     try:
         yield Late(made, asyncio.create_task(made.pipeline.run()), timer)
     finally:

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import async_opd.checkpoint.store as checkpoint
-from async_opd.accounting.audit import audit
+from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.api import Callback, CallbackSink
 from async_opd.checkpoint import earlier_run
@@ -33,19 +33,22 @@ from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.resume import cut_files, evaluated_steps, refuse_impossible
 from async_opd.checkpoint.run_copies import RunCopies
-from async_opd.checkpoint.store import Checkpoints
+from async_opd.checkpoint.store import Checkpoint, Checkpoints
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Rollout, VersionSpan
-from async_opd.core.stages import LOG, SamplingSpec
+from async_opd.core.stages import LOG
 from async_opd.files import durable
 from async_opd.files.run_format import write_run_format
 from async_opd.grading.evaluation import Evaluation
 from async_opd.observability.run_log import METRICS, RUN_LOG, RunLog
 from async_opd.observability.sinks import Sink
 from async_opd.pipeline import Pipeline
-from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.properties import examples
-from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
+from tests.world.clock import Straggling, settle
+from tests.world.config import changed
+from tests.world.faults import NO_FAULTS, Faults, assert_one_state_each, faults
+from tests.world.run import World, shapes_without, world
+from tests.world.run import evaluation as evaluation_of
 
 B = 4
 
@@ -85,22 +88,8 @@ def files_fail_after(operations: int | None) -> Iterator[None]:
         yield
 
 
-def _students_die(world: World) -> None:
-    for student in world.students:
-        student.fail_at = 0
-
-
-def _teachers_die(world: World) -> None:
-    for teacher in world.teachers.values():
-        teacher.fail = True
-
-
-def _sync_fails(world: World) -> None:
-    world.sync.fail = True
-
-
 def _trainer_fails(world: World) -> None:
-    """After its next step, of which nobody hears."""
+    """After its next step, whose report is lost."""
     step = world.trainer.step
 
     async def unheard() -> Any:
@@ -110,12 +99,24 @@ def _trainer_fails(world: World) -> None:
     world.trainer.step = unheard  # type: ignore[method-assign]
 
 
-BLOWS = {
-    "students": _students_die,
-    "teachers": _teachers_die,
-    "sync": _sync_fails,
+BLOWS: dict[str, Callable[[World], object]] = {
+    "students": lambda world: [setattr(one, "fail_at", 0) for one in world.students],
+    "teachers": lambda world: [setattr(one, "dead", True) for one in world.teachers.values()],
+    "sync": lambda world: setattr(world.sync, "fail", True),
     "trainer": _trainer_fails,
 }
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint of a run directory, if there is one."""
+    return Checkpoints(folder / "checkpoints", 2).newest(lambda text: None)
+
+
+def kept(folder: Path) -> Checkpoint:
+    """The newest checkpoint, which is there."""
+    found = newest(folder)
+    assert found is not None
+    return found
 
 
 class Life:
@@ -132,12 +133,7 @@ class Life:
         log: RunLog | None = None,
     ) -> None:
         made = world(**shape | {"seed": seed}, pace=Straggling(seed))
-        config = made.pipeline.config.model_copy(
-            update={
-                "checkpoint": made.pipeline.config.checkpoint.model_copy(update={"every": 1}),
-                "eval": made.pipeline.config.eval.model_copy(update={"teachers": True}),
-            }
-        )
+        config = changed(made.pipeline.config, checkpoint={"every": 1}, eval={"teachers": True})
         faults.into(made, seed)
         self.faults = faults
         self.messages: list[str] = []
@@ -229,17 +225,26 @@ class Life:
             self.checkpointer._writing = None
 
 
+@contextmanager
+def a_life(
+    folder: Path, seed: int, shape: dict[str, Any], *given: Any, operations: int | None = None
+) -> Iterator[Life]:
+    """One life of the run in a folder, from its newest checkpoint on."""
+    start = newest(folder)
+    with (
+        Journal(folder / LEDGER, start.cut.files[LEDGER] if start else 0) as journal,
+        files_fail_after(operations),
+    ):
+        yield Life(folder, journal, seed, shape, *given)
+
+
 def live(folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, **how: Any) -> bool:
-    """One life of the run in a folder."""
+    """Whether one life of the run in a folder ends it."""
     operations, faults = how.pop("operations", None), how.pop("faults", NO_FAULTS)
-    newest = Checkpoints(folder / "checkpoints", 2).newest(lambda text: None)
-    size = newest.cut.files[LEDGER] if newest else 0
 
     async def run() -> bool:
-        with Journal(folder / LEDGER, size) as journal:
-            begun = Life(folder, journal, seed, shape, faults)
-            with files_fail_after(operations):
-                return await begun.live(ticks, **how)
+        with a_life(folder, seed, shape, faults, operations=operations) as begun:
+            return await begun.live(ticks, **how)
 
     return asyncio.run(run())
 
@@ -262,23 +267,31 @@ kills = st.lists(
 )
 
 
-@pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
-@examples(60)
-@given(seed=st.integers(0, 10**6), kills=kills, **{k: v for k, v in shapes.items() if k != "seed"})
-def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
-    seed: int, kills: list[tuple[int, str, int | None]], **shape: Any
-) -> None:
+Kills = list[tuple[int, str, int | None]]
+
+
+def killed_until_done(seed: int, kills: Kills, shape: dict[str, Any], faults: Faults) -> Audit:
+    """What is in the journal of a run that was killed so often, and then went on to its end."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, (ticks, end, operations) in enumerate(kills):
-            operations = operations if end == "kill" else None
-            if live(folder, seed + number, shape, ticks, end=end, operations=operations):
+            how = {"end": end, "operations": operations if end == "kill" else None}
+            if live(folder, seed + number, shape, ticks, faults=faults, **how):
                 break
             tear(folder, chance)
         else:
-            assert live(folder, seed + 99, shape, None)
-        found = audit(folder)
+            assert live(folder, seed + 99, shape, None, faults=faults)
+        return audit(folder)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
+@examples(60)
+@given(seed=st.integers(0, 10**6), kills=kills, shape=shapes_without("seed"))
+def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
+    seed: int, kills: Kills, shape: dict[str, Any]
+) -> None:
+    found = killed_until_done(seed, kills, shape, NO_FAULTS)
     prompts = shape["steps"] * B // shape["n"]
     undisturbed = Counter(f"p{p}/{m}" for p in range(prompts) for m in range(shape["n"]))
     assert Counter(found.trained) == undisturbed
@@ -293,28 +306,14 @@ def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
     faults=faults,
     groups=st.booleans(),
     max_lag=st.sampled_from([None, 0, 1]),
-    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k not in ("seed", "n")}),
+    shape=shapes_without("seed", "n"),
     n=st.sampled_from([2, 4]),
 )
-def test_whatever_fails_dies_and_has_copies_every_sample_has_one_fate(
-    seed: int,
-    kills: list[tuple[int, str, int | None]],
-    faults: Faults,
-    shape: dict[str, Any],
-    **more: Any,
+def test_whatever_fails_dies_and_has_copies_every_sample_has_one_state(
+    seed: int, kills: Kills, faults: Faults, shape: dict[str, Any], **more: Any
 ) -> None:
-    chance = random.Random(seed)
-    shape = shape | more | {"share": 1.0}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for number, (ticks, end, operations) in enumerate(kills):
-            how = {"end": end, "operations": operations if end == "kill" else None}
-            if live(folder, seed + number, shape, ticks, faults=faults, **how):
-                break
-            tear(folder, chance)
-        else:
-            assert live(folder, seed + 99, shape, None, faults=faults)
-        assert_one_fate_each(audit(folder), shape["steps"] * B)
+    found = killed_until_done(seed, kills, shape | more | {"share": 1.0}, faults)
+    assert_one_state_each(found, shape["steps"] * B)
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
@@ -323,7 +322,7 @@ def test_whatever_fails_dies_and_has_copies_every_sample_has_one_fate(
     seed=st.integers(0, 10**6),
     lives=st.lists(st.tuples(st.integers(0, 400), thresholds), min_size=1, max_size=3),
     last=thresholds,
-    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k not in ("seed", "s")}),
+    shape=shapes_without("seed", "s"),
 )
 def test_with_a_threshold_that_changes_at_each_resume_each_sample_is_trained_once(
     seed: int, lives: list[tuple[int, float]], last: float, shape: dict[str, Any]
@@ -352,18 +351,18 @@ def evaluation(seed: int) -> Evaluation:
         await pace.wait()
         return 1.0
 
-    return Evaluation(tuple(FakePrompts().next(3)), SamplingSpec(4, 0.0, 1.0, 1), grade)
+    return evaluation_of(grade, prompts=3)
 
 
 def ahead(world: World) -> None:
     """Evaluations have separate replicas, with the weights of the newest snapshot."""
     generate = world.rollouter.generate
 
-    async def newest(*asked: Any) -> list[Rollout]:
+    async def with_snapshot(*asked: Any) -> list[Rollout]:
         spans = (VersionSpan(world.trainer.version, 0, 4),)
         return [replace(one, version_spans=spans) for one in await generate(*asked)]
 
-    world.rollouter.generate = newest  # type: ignore[method-assign]
+    world.rollouter.generate = with_snapshot  # type: ignore[method-assign]
 
 
 def live_and_evaluate(
@@ -377,25 +376,21 @@ def live_and_evaluate(
     replicas: bool = False,
 ) -> bool:
     """One life of a run whose metrics are kept: they are cut to its checkpoint before."""
-    newest = Checkpoints(folder / "checkpoints", 2).newest(lambda text: None)
-    cut = newest.cut if newest else None
-    before = cut_files(folder, cut)
-    size = cut.files[LEDGER] if cut else 0
+    start = newest(folder)
+    before = cut_files(folder, start.cut if start else None)
 
     async def run() -> bool:
         config = world(**shape).pipeline.config
         with (
             RunLog(config, folder, sinks=[], before=before) as log,
-            Journal(folder / LEDGER, size) as journal,
+            a_life(folder, seed, shape, NO_FAULTS, evaluation(seed), log) as life,
         ):
-            life = Life(folder, journal, seed, shape, NO_FAULTS, evaluation(seed), log)
             if replicas:
                 ahead(life.world)
-            with files_fail_after(None):
-                if until is None:
-                    return await life.live(ticks, end)
-                await life.live_until(until)
-                return False
+            if until is None:
+                return await life.live(ticks, end)
+            await life.live_until(until)
+            return False
 
     return asyncio.run(run())
 
@@ -440,7 +435,7 @@ ends = st.sampled_from(["kill", "signal", "signal", *BLOWS])
     seed=st.integers(0, 10**6),
     lives=st.lists(st.tuples(st.integers(0, 800), ends), max_size=3),
     replicas=st.booleans(),
-    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k != "seed"}),
+    shape=shapes_without("seed"),
 )
 def test_however_a_run_is_interrupted_each_step_has_a_row_and_each_due_evaluation_is_accounted_for(
     seed: int, lives: list[tuple[int, str]], replicas: bool, shape: dict[str, Any]
@@ -463,9 +458,7 @@ def test_evaluations_before_training_that_a_signal_broke_off_are_made_after_the_
     tmp_path: Path, ticks: int
 ) -> None:
     assert not live_and_evaluate(tmp_path, 1, SHAPE, ticks, "signal")
-    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-    assert newest is not None
-    assert newest.cut.step == 0
+    assert kept(tmp_path).cut.step == 0
     assert live_and_evaluate(tmp_path, 2, SHAPE, None)
     for key in ("eval_initial/a/accuracy", "eval_teacher/seconds"):
         assert steps_with(tmp_path, key) == [0]
@@ -477,9 +470,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_with_the_checkpoints_weig
 ) -> None:
     shape = SHAPE | {"s": 2.5, "steps": 12}
     live_and_evaluate(tmp_path, 1, shape, None, until=trained)
-    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-    assert newest is not None
-    step = newest.cut.step
+    step = kept(tmp_path).cut.step
     assert live_and_evaluate(tmp_path, 2, shape, None)
     found = steps_with(tmp_path, "eval/a/accuracy")
     assert len(set(found)) == len(found)
@@ -487,85 +478,61 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_with_the_checkpoints_weig
     assert {12} <= {at for at in found if at > step} <= {*range(step - step % 2 + 2, 13, 2)}
 
 
-def test_weight_versions_go_on_after_a_resume(tmp_path: Path) -> None:
-    live(tmp_path, 3, SHAPE, 150, end="signal")
+async def begun(folder: Path, seed: int, shape: dict[str, Any]) -> None:
+    """A signal ends a run after its third step."""
+    with a_life(folder, seed, shape) as life:
+        await life.live_until(3)
 
-    async def resumed() -> Life:
-        start = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-        assert start is not None
-        assert 0 < start.cut.step < 6
-        with Journal(tmp_path / LEDGER, start.cut.files[LEDGER]) as journal:
-            life = Life(tmp_path, journal, 5, SHAPE)
-            with files_fail_after(None):
-                assert await life.live(None)
-        return life
 
-    life = asyncio.run(resumed())
+async def test_weight_versions_go_on_after_a_resume(tmp_path: Path) -> None:
+    await begun(tmp_path, 3, SHAPE)
+    assert 0 < kept(tmp_path).cut.step < 6
+    with a_life(tmp_path, 5, SHAPE) as life:
+        assert await life.live(None)
     assert [student.version for student in life.world.students] == [3, 3]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_queue_that_dies_before_a_resume_has_pushed_its_weights_reissues_nothing(
+async def test_a_queue_that_dies_before_a_resume_has_pushed_its_weights_reissues_nothing(
     tmp_path: Path, seed: int
 ) -> None:
     shape = SHAPE | {"s": 0.0, "k": 2}
+    await begun(tmp_path, seed, shape)
+    cut = kept(tmp_path).cut
+    assert cut.version > 0
+    assert cut.ledger.in_flight
+    with a_life(tmp_path, 5, shape) as life:
+        push, queue = life.world.sync.push, life.world.queue
 
-    async def begun() -> None:
-        with Journal(tmp_path / LEDGER) as journal, files_fail_after(None):
-            await Life(tmp_path, journal, seed, shape).live_until(3)
+        async def dies_before() -> Any:
+            queue.die()
+            await settle(300)
+            life.world.sync.push = push  # type: ignore[method-assign]
+            return await push()
 
-    async def resumed() -> tuple[Life, int]:
-        start = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-        assert start is not None
-        assert start.cut.version > 0
-        assert start.cut.ledger.in_flight
-        with Journal(tmp_path / LEDGER, start.cut.files[LEDGER]) as journal:
-            life = Life(tmp_path, journal, 5, shape)
-            push, queue = life.world.sync.push, life.world.queue
-
-            async def dies_before() -> Any:
-                queue.die()
-                for _ in range(300):
-                    await asyncio.sleep(0)
-                life.world.sync.push = push  # type: ignore[method-assign]
-                return await push()
-
-            life.world.sync.push = dies_before  # type: ignore[method-assign]
-            with files_fail_after(None):
-                assert await life.live(None)
-        return life, start.cut.version
-
-    asyncio.run(begun())
-    life, version = asyncio.run(resumed())
+        life.world.sync.push = dies_before  # type: ignore[method-assign]
+        assert await life.live(None)
     started = [of for student in life.world.students for _, of in student.started]
-    assert min(started) >= version
+    assert min(started) >= cut.version
     assert set(life.world.trainer.staleness) == {0}
 
 
 @pytest.mark.parametrize("payloads", [True, False])
-def test_a_queue_that_dies_at_any_moment_of_a_resume_loses_no_scored_sample(
+async def test_a_queue_that_dies_at_any_moment_of_a_resume_loses_no_scored_sample(
     tmp_path: Path, payloads: bool
 ) -> None:
     """Several ranks have them in the queue again, one rank holds them itself."""
     shape = SHAPE | {"s": 2.5, "payloads": payloads}
-    begun, resumed = tmp_path / "begun", tmp_path / "resumed"
-
-    async def begin() -> None:
-        with Journal(begun / LEDGER) as journal, files_fail_after(None):
-            await Life(begun, journal, 1, shape).live_until(3)
+    first, resumed = tmp_path / "first", tmp_path / "resumed"
 
     async def live_on(folder: Path, turns: int) -> bool:
         """The queue dies so long after a restore began. Whether no weights were pushed by then."""
-        start = Checkpoints(folder / "checkpoints", 2).newest(print)
-        assert start is not None
-        with Journal(folder / LEDGER, start.cut.files[LEDGER]) as journal:
-            life = Life(folder, journal, 5, shape)
+        with a_life(folder, 5, shape) as life:
             restore, push = life.world.trainer.restore, life.world.sync.push
             tasks, pushed = list[asyncio.Task[bool]](), asyncio.Event()
 
             async def dies() -> bool:
-                for _ in range(turns):
-                    await asyncio.sleep(0)
+                await settle(turns)
                 life.world.queue.die()
                 return not pushed.is_set()
 
@@ -582,82 +549,62 @@ def test_a_queue_that_dies_at_any_moment_of_a_resume_loses_no_scored_sample(
 
             life.world.trainer.restore = restored  # type: ignore[method-assign]
             life.world.sync.push = noted  # type: ignore[method-assign]
-            with files_fail_after(None):
-                assert await life.live(None)
+            assert await life.live(None)
             return await tasks[0]
 
-    begun.mkdir()
-    asyncio.run(begin())
-    turns = 0
-    while True:
-        shutil.copytree(begun, resumed)
-        before = asyncio.run(live_on(resumed, turns))
+    first.mkdir()
+    await begun(first, 1, shape)
+    turns, before = 0, True
+    while before:
+        shutil.copytree(first, resumed)
+        before = await live_on(resumed, turns)
         found = audit(resumed)
         assert (len(found.trained), found.duplicated, found.in_flight) == (6 * B, (), ()), turns
         shutil.rmtree(resumed)
-        if not before:
-            break
-        turns += 1
+        turns += before
     assert turns > 10
 
 
-def test_a_full_disk_is_counted_and_told_and_the_run_goes_on(tmp_path: Path) -> None:
-    async def run() -> Life:
-        with Journal(tmp_path / LEDGER) as journal:
-            life = Life(tmp_path, journal, 1, SHAPE)
+async def test_a_full_disk_is_counted_and_logged_and_the_run_goes_on(tmp_path: Path) -> None:
+    with a_life(tmp_path, 1, SHAPE) as life:
+        checkpoint, calls = life.world.trainer.checkpoint, []
 
-            async def full(directory: str, in_flight: frozenset[str]) -> Any:
+        async def full_after_one(directory: str, in_flight: frozenset[str]) -> Any:
+            calls.append(directory)
+            if len(calls) > 1:
                 raise OSError(28, "No space left on device")
+            return await checkpoint(directory, in_flight)
 
-            checkpoint, calls = life.world.trainer.checkpoint, []
-
-            async def full_after_one(directory: str, in_flight: frozenset[str]) -> Any:
-                calls.append(directory)
-                return await (checkpoint if len(calls) == 1 else full)(directory, in_flight)
-
-            life.world.trainer.checkpoint = full_after_one  # type: ignore[method-assign]
-            with files_fail_after(None):
-                assert await life.live(None)
-        return life
-
-    life = asyncio.run(run())
+        life.world.trainer.checkpoint = full_after_one  # type: ignore[method-assign]
+        assert await life.live(None)
     assert life.checkpointer.metrics["checkpoint/failures"] >= 1
     assert any("No space left on device" in text for text in life.messages)
-    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-    assert newest is not None
+    kept(tmp_path)
     assert list((tmp_path / "checkpoints").glob(".*")) == []
 
 
-def test_a_step_the_driver_did_not_hear_of_is_in_the_checkpoint(tmp_path: Path) -> None:
-    async def run() -> Life:
-        with Journal(tmp_path / LEDGER) as journal:
-            life = Life(tmp_path, journal, 1, SHAPE)
-            trainer, step = life.world.trainer, life.world.trainer.step
-            trainer.metrics = FORM
+async def test_a_step_whose_report_was_lost_is_in_the_checkpoint(tmp_path: Path) -> None:
+    with a_life(tmp_path, 1, SHAPE) as life:
+        trainer, step = life.world.trainer, life.world.trainer.step
+        trainer.metrics = FORM
 
-            async def unheard() -> Any:
-                if trainer.steps == 3:
-                    await step()
-                    await asyncio.Event().wait()
-                return await step()
+        async def unheard() -> Any:
+            if trainer.steps == 3:
+                await step()
+                await asyncio.Event().wait()
+            return await step()
 
-            trainer.step = unheard  # type: ignore[method-assign]
-            with files_fail_after(None):
-                await life.live(3000, end="signal")
-            return life
-
-    life = asyncio.run(run())
-    assert life.world.trainer.steps == 4
+        trainer.step = unheard  # type: ignore[method-assign]
+        await life.live(3000, end="signal")
+    assert trainer.steps == 4
     assert life.world.log.steps == [1, 2, 3, 4]
-    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-    assert newest is not None
-    assert (newest.cut.step, newest.cut.ledger.trained) == (4, 16)
-    assert newest.cut.guardrail.lengths == (5.0,) * 4
+    cut = kept(tmp_path).cut
+    assert (cut.step, cut.ledger.trained, cut.guardrail.lengths) == (4, 16, (5.0,) * 4)
     assert len(audit(tmp_path).trained) == 16
 
 
 def logged(
-    folder: Path, ticks: int, end: str, unanswered: int, sinks: Sequence[Sink] = ()
+    folder: Path, end: str = "signal", unanswered: int = 99, sinks: Sequence[Sink] = ()
 ) -> list[int]:
     """The steps with rows, and last the checkpoint's step, of a run whose reports come to an end.
 
@@ -668,18 +615,14 @@ def logged(
         config = world(**SHAPE).pipeline.config
         with (
             RunLog(config, folder, sinks=[*sinks]) as log,
-            Journal(folder / LEDGER) as journal,
-            files_fail_after(None),
+            a_life(folder, 1, SHAPE, NO_FAULTS, None, log) as life,
         ):
-            life = Life(folder, journal, 1, SHAPE, log=log)
-            report = life.world.rollouter.report
+            report, step = life.world.rollouter.report, life.world.trainer.step
 
             async def silent() -> Any:
                 if life.world.trainer.steps >= unanswered:
                     await asyncio.Event().wait()
                 return await report()
-
-            step = life.world.trainer.step
 
             async def noting() -> Any:
                 report = await step()
@@ -688,29 +631,27 @@ def logged(
             life.world.rollouter.report = silent  # type: ignore[method-assign]
             life.world.trainer.step = noting  # type: ignore[method-assign]
             life.world.trainer.metrics = FORM
-            await life.live(ticks, end=end)
+            await life.live(3000, end=end)
 
     asyncio.run(run())
-    newest = Checkpoints(folder / "checkpoints", 2).newest(print)
-    return [*trained_rows(folder), newest.cut.step if newest else 0]
+    found = newest(folder)
+    return [*trained_rows(folder), found.cut.step if found else 0]
 
 
 def test_no_checkpoint_is_written_before_the_row_of_its_step(tmp_path: Path) -> None:
     """A run that is killed in between would go on after it, and never have the row."""
-    *rows, step = logged(tmp_path, 3000, "kill", unanswered=4)
+    *rows, step = logged(tmp_path, "kill", unanswered=4)
     assert (rows, step) == ([1, 2, 3], 2)
 
 
 def test_a_signal_before_a_row_is_made_leaves_the_row_of_what_the_trainer_reported(
     tmp_path: Path,
 ) -> None:
-    *rows, step = logged(tmp_path, 3000, "signal", unanswered=3)
+    *rows, step = logged(tmp_path, unanswered=3)
     assert rows == list(range(1, step + 1))
-    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-    assert newest is not None
-    assert len(newest.cut.guardrail.lengths) == step
-    said = (tmp_path / RUN_LOG).read_text()
-    assert all(said.count(f"trainer: a note of step {row}.") == 1 for row in rows)
+    assert len(kept(tmp_path).cut.guardrail.lengths) == step
+    text = (tmp_path / RUN_LOG).read_text()
+    assert all(text.count(f"trainer: a note of step {row}.") == 1 for row in rows)
 
 
 class FailingCallback(Callback):
@@ -722,7 +663,7 @@ class FailingCallback(Callback):
 def test_a_callback_that_fails_leaves_one_row_of_each_step_of_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
-    *rows, step = logged(tmp_path, 3000, "signal", 99, [CallbackSink([FailingCallback()])])
+    *rows, step = logged(tmp_path, sinks=[CallbackSink([FailingCallback()])])
     assert step >= 3
     assert rows == list(range(1, step + 1))
 
@@ -738,25 +679,20 @@ def test_a_row_that_could_not_be_written_comes_before_the_last_checkpoint(
         log(made, step, metrics)
 
     monkeypatch.setattr(RunLog, "log", once_full)
-    *rows, step = logged(tmp_path, 3000, "signal", 99)
+    *rows, step = logged(tmp_path)
     assert step >= 3
     assert rows == list(range(1, step + 1))
-    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
-    assert newest is not None
-    assert len(newest.cut.guardrail.lengths) == step
+    assert len(kept(tmp_path).cut.guardrail.lengths) == step
 
 
-def test_a_trainer_that_is_elsewhere_than_the_ledger_makes_no_checkpoint(tmp_path: Path) -> None:
-    async def run() -> None:
-        with Journal(tmp_path / LEDGER) as journal:
-            life = Life(tmp_path, journal, 1, SHAPE)
-            with files_fail_after(None):
-                await life.live(100)
-            life.world.trainer.steps += 5
+async def test_a_trainer_that_is_elsewhere_than_the_ledger_makes_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with a_life(tmp_path, 1, SHAPE) as life:
+        await life.live(100)
+        life.world.trainer.steps += 5
+        with pytest.raises(StageError, match="the trainer is at step"):
             await life.pipeline.checkpoint()
-
-    with pytest.raises(StageError, match="the trainer is at step"):
-        asyncio.run(run())
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
@@ -770,13 +706,12 @@ def test_from_its_mirror_a_run_goes_on_byte_for_byte_as_from_its_own_directory(
     assert not live(own, 1, SHAPE | {"steps": 12}, 400, end="signal")
     Mirror(Checkpoints(own / "checkpoints", 2), RunCopies.at(url), 20, 20)._sync(False)
     earlier_run.take_mirrored(url, other, "{}")
-    newest = Checkpoints(other / "checkpoints", 2).newest(pytest.fail)
-    assert newest is not None
-    assert 0 < newest.cut.step < 12
+    taken = kept(other)
+    assert 0 < taken.cut.step < 12
     for folder in (own, other):
         assert live(folder, 2, SHAPE | {"steps": 12}, None)
     assert (other / LEDGER).read_bytes() == (own / LEDGER).read_bytes()
-    for name in (path.name for path in newest.folder.parent.glob("step_12/*")):
+    for name in (path.name for path in taken.folder.parent.glob("step_12/*")):
         one, two = (folder / "checkpoints/step_12" / name for folder in (own, other))
         assert one.read_bytes() == two.read_bytes()
     assert (audit(other).steps, audit(other).duplicated) == (12, ())

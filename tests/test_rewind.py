@@ -37,20 +37,15 @@ from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.prepare import Prepared
 from async_opd.training import Training
-from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.properties import examples
-from tests.test_pipeline import (
-    FakePrompts,
-    FakeTrainer,
-    PacedReads,
-    Straggling,
-    World,
-    shapes,
-    world,
-)
-from tests.test_resume import assert_recorded, evaluation, steps_with, trained_rows
+from tests.test_resume import FORM, B, assert_recorded, evaluation, steps_with, trained_rows
+from tests.world.clock import PacedReads, Straggling, settle
+from tests.world.config import changed
+from tests.world.faults import NO_FAULTS, Faults, assert_one_state_each, faults
+from tests.world.prompts import FakePrompts
+from tests.world.run import World, shapes, shapes_without, world
+from tests.world.trainer import FakeTrainer
 
-B = 4
 DIED = ProcessDied("trainer", "its process died")
 
 
@@ -64,7 +59,7 @@ class Mortal:
         self.shape, self.tries, self.faults = shape, tries, faults
         self.deaths = 0
         self.rewinds = 0
-        self.synced: list[tuple[int, bool]] = []
+        self.synced: list[tuple[int, bool]] = []  # snapshots of all worlds
         self._begin()
         self.trainer: Any = Handle(self)
 
@@ -73,14 +68,7 @@ class Mortal:
         seed = self.shape["seed"] + self.deaths
         self.world: World = world(**self.shape | {"seed": seed}, pace=Straggling(seed))
         self.faults.into(self.world, seed)
-        sync = self.world.sync
-        snapshot = sync.snapshot
-
-        async def noted(version: int, again: bool = False) -> None:
-            self.synced.append((version, again))
-            await snapshot(version, again)
-
-        sync.snapshot = noted  # type: ignore[method-assign]
+        self.world.sync.snapshots = self.synced
 
     def die(self) -> None:
         self.deaths += 1
@@ -134,14 +122,10 @@ async def train(
     write_run_format(folder)
     start = Checkpoints(folder / "checkpoints", keep).newest(lambda text: None)
     stages = Mortal(shape, tries, faults)
-    config = stages.world.pipeline.config
-    config = config.model_copy(
-        update={
-            "checkpoint": config.checkpoint.model_copy(
-                update={"every": 1, "keep": keep, "keep_best": evaluated and "eval/a/accuracy"}
-            ),
-            "log": config.log.model_copy(update={"console": "off", "wandb": "off"}),
-        }
+    config = changed(
+        stages.world.pipeline.config,
+        checkpoint={"every": 1, "keep": keep, "keep_best": evaluated and "eval/a/accuracy"},
+        log={"console": "off", "wandb": "off"},
     )
     text: Any = SimpleNamespace(encode=None)
     text.of_teacher = lambda *_: text  # no teacher has a template of its own
@@ -149,8 +133,7 @@ async def train(
 
     async def kill() -> None:
         for turns in deaths:
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await settle(turns)
             stages.die()
 
     size, viewers = start.cut.files[LEDGER] if start else 0, [] if mirror is None else [mirror]
@@ -215,16 +198,16 @@ def test_whenever_the_trainer_dies_each_due_evaluation_is_accounted_for(
     faults=faults,
     groups=st.booleans(),
     max_lag=st.sampled_from([None, 0, 1]),
-    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k != "n"}),
+    shape=shapes_without("n"),
     n=st.sampled_from([2, 4]),
 )
-def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_one_fate(
+def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_one_state(
     deaths: list[int], faults: Faults, shape: dict[str, Any], **more: Any
 ) -> None:
     shape = shape | more | {"share": 1.0}
     with tempfile.TemporaryDirectory() as name:
         asyncio.run(train(Path(name), deaths, shape, faults=faults))
-        assert_one_fate_each(audit(Path(name)), shape["steps"] * B)
+        assert_one_state_each(audit(Path(name)), shape["steps"] * B)
 
 
 SHAPE = {"seed": 1, "steps": 6, "n": 2, "k": 2, "s": 0.5}
@@ -251,8 +234,7 @@ async def test_nothing_of_a_pipeline_that_has_ended_is_issued_again(
         await COPIES.strike(lambda: stages.queue)
         await rewind(stages, error)
         await COPIES.strike(lambda: stages.queue)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await settle(20)
         queued.append(await stages.queue.headers(PROMPTS))
 
     monkeypatch.setattr(Mortal, "rewind", struck)
@@ -286,7 +268,6 @@ async def test_after_a_death_metrics_are_cut_and_prompts_read_ahead_beside_the_e
 
 # ── rollbacks ──────────────────────────────────────────────────────────────────────────────────
 
-FORM = {"train/truncated_share": 0.0, "train/repetition": 0.0, "train/mean_response_tokens": 5.0}
 LIMITS = {"mode": "roll_back", "window": 1, "max_roll_backs": 2}
 LONG = SHAPE | {"steps": 12, "guardrail": LIMITS}
 
@@ -303,19 +284,12 @@ def degenerate(monkeypatch: pytest.MonkeyPatch, at: int, until: float) -> None:
     monkeypatch.setattr(FakeTrainer, "step", report)
 
 
-async def test_a_run_that_degenerates_goes_back_with_a_lower_learning_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    degenerate(monkeypatch, at=8, until=0.5)
-    stages = await train(tmp_path, [], LONG)
-    assert (stages.rewinds, stages.world.trainer.lr_factor) == (1, 0.5)
-
-
-async def test_after_a_rollback_each_sample_is_trained_once(
+async def test_a_run_that_degenerates_goes_back_with_a_lower_rate_and_trains_each_sample_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     degenerate(monkeypatch, at=8, until=0.25)
-    await train(tmp_path, [], LONG)
+    stages = await train(tmp_path, [], LONG)
+    assert (stages.rewinds, stages.world.trainer.lr_factor) == (2, 0.25)
     found = audit(tmp_path)
     assert (found.lost, found.duplicated, found.steps) == ((), (), 12)
 

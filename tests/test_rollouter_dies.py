@@ -6,7 +6,6 @@ Its replicas are called as over Ray: what they were asked goes on although nobod
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -20,14 +19,17 @@ from async_opd.cluster.rollouter_actor import (
     StartedReplica,
     build_rollouter,
 )
-from async_opd.core.reports import Progress, SyncReport
+from async_opd.core.reports import SyncReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.waiting.race import race
 from async_opd.weight_sync.coordinator import Snapshot
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
-from tests.test_pipeline import FakeStudent, FakeTrainer, World, world
+from tests.world.clock import settle
+from tests.world.run import World, assert_each_trained_once, world
+from tests.world.students import FakeStudent
+from tests.world.sync import Sender
+from tests.world.trainer import FakeTrainer
 
-META = WeightMeta((), (), (), ())
 STEPS, BATCH = 8, 4
 
 
@@ -40,13 +42,13 @@ class Replica:
         self.flowing = asyncio.Event()
         self.flowing.set()
         self.calls: set[asyncio.Task[Any]] = set()
-        sample = student.worker._sample
+        sample = student.sample
 
         async def held(prompt: Prompt, uid: str) -> Rollout:
             await self.flowing.wait()
             return await sample(prompt, uid)
 
-        student.worker._sample = held
+        student.sample = held  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any) -> Any:
@@ -81,29 +83,24 @@ class Replica:
         self.flowing.set()
 
 
-class Sender:
-    """The trainer's end of the weight sync."""
+class PacedSender(Sender):
+    """The trainer's end of the weight sync, at any speed."""
 
     def __init__(self, trainer: FakeTrainer) -> None:
+        super().__init__()
         self.trainer = trainer
-
-    async def open(self, group: int, world_size: int, connected: Any) -> Rendezvous:
-        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 
     async def connect(self, group: int) -> None:
         await self.trainer.pace.wait()
 
     async def send(self, group: int) -> float:
         await self.trainer.pace.wait()
-        return 0.0
-
-    async def progress(self) -> Progress:
-        return await self.trainer.progress()
+        return await super().send(group)
 
     async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
         await self.trainer.pace.wait()
         self.trainer.version = version
-        return META
+        return await super().snapshot(version, compare)
 
 
 class MortalRollouter:
@@ -119,7 +116,7 @@ class MortalRollouter:
         self._service: RollouterService | None = None
 
     async def build(self) -> None:
-        parts: list[Any] = [self.run_.queue, Sender(self.run_.trainer), self.run_.scorer]
+        parts: list[Any] = [self.run_.queue, PacedSender(self.run_.trainer), self.run_.scorer]
         replicas: list[Any] = [StartedReplica(replica, 1) for replica in self.replicas]  # type: ignore[arg-type]
         before = Predecessor(self.newest, behind=self.snapshots)
         self._service = await build_rollouter(self.run_.pipeline.config, replicas, *parts, before)
@@ -188,16 +185,13 @@ async def _survives(seed: int, deaths: list[tuple[int, int]]) -> None:
     await mortal.build()
     killing = asyncio.create_task(_kills(mortal, deaths))
     try:
-        async with asyncio.timeout(20):
-            await run.pipeline.run()
+        await run.run()
     finally:
         killing.cancel()
         for replica in mortal.replicas:
             for call in replica.calls:
                 call.cancel()
-    trained = Counter(uid for uid, _ in run.trainer.trained)
-    assert len(trained) == STEPS * BATCH
-    assert set(trained.values()) == {1}
+    assert_each_trained_once(run, STEPS)
     assert run.log.dead == []
     assert [student.version for student in run.students] == [STEPS // 2] * len(run.students)
 
@@ -205,9 +199,7 @@ async def _survives(seed: int, deaths: list[tuple[int, int]]) -> None:
 async def _kills(mortal: MortalRollouter, deaths: list[tuple[int, int]]) -> None:
     """After so many turns of the event loop it dies, and after so many is there again."""
     for before, until in deaths:
-        for _ in range(before):
-            await asyncio.sleep(0)
+        await settle(before)
         await mortal.die()
-        for _ in range(until):
-            await asyncio.sleep(0)
+        await settle(until)
         await mortal.build()

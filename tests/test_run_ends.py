@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,6 @@ from async_opd.checks.preflight import Inputs
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem, StageError
-from async_opd.core.reports import Interval, StageReport
 from async_opd.files.origin import read_origins
 from async_opd.files.run_format import (
     FORMAT_FILE,
@@ -36,28 +36,15 @@ from async_opd.job import Job
 from async_opd.observability import run_log as runlog
 from async_opd.prepare import Prepared
 from async_opd.processes.run_lock import run_lock
-from async_opd.run import BAD_INPUT, INTERRUPTED, _shielded, _start, run
-from tests.checkpoint.test_store import ROWS, config, cut
+from async_opd.run import BAD_INPUT, INTERRUPTED, run
+from tests.checkpoint.test_store import ROWS, cut
 from tests.observability.test_run_log import Recorder
+from tests.world.config import run_config as config
+from tests.world.training import FakeTraining, SavingTrainer
 
 
 def ready(made: RunConfig) -> Prepared:
     return Prepared(made, Inputs(ROWS), "cpu")
-
-
-async def test_a_signal_during_the_final_save_waits_for_the_model() -> None:
-    saved: list[str] = []
-
-    async def save() -> None:
-        await asyncio.sleep(0.05)
-        saved.append("model")
-
-    work = asyncio.create_task(_shielded(save()))
-    await asyncio.sleep(0)
-    work.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await work
-    assert saved == ["model"]
 
 
 def kept(run_dir: Path, config_text: str) -> None:
@@ -66,27 +53,28 @@ def kept(run_dir: Path, config_text: str) -> None:
     store.commit(store.begin(4), cut(4), config_text, {})
 
 
-def test_a_run_directory_with_checkpoints_is_not_used_for_another_run(tmp_path: Path) -> None:
-    kept(tmp_path, "{}")
-    with pytest.raises(ConfigError, match="holds an earlier run: checkpoints"):
-        run(ready(config(run_dir=str(tmp_path))))
-
-
 @pytest.mark.parametrize(
-    "left", ["summary.json", "metrics.jsonl", "ledger.jsonl", "run.log", "dead_letters.jsonl"]
+    "left",
+    [
+        "checkpoints/step_4/cut.json",
+        *("summary.json", "metrics.jsonl", "ledger.jsonl", "run.log", "dead_letters.jsonl"),
+    ],
 )
-def test_a_run_directory_without_checkpoints_is_not_used_for_another_run(
+def test_a_run_directory_with_an_earlier_run_is_not_used_for_another_run(
     tmp_path: Path, left: str
 ) -> None:
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / left).write_text("{}")
-    with pytest.raises(ConfigError, match=f"holds an earlier run: {left}"):
+    name = left.partition("/")[0]
+    with pytest.raises(ConfigError, match=f"holds an earlier run: {name}"):
         run(ready(config(run_dir=str(tmp_path))))
     assert (tmp_path / left).read_text() == "{}"
 
 
-def test_a_run_directory_with_an_empty_folder_for_checkpoints_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    assert _start(config(), Inputs(ROWS), tmp_path, False, print) is None
+def complete(run_dir: Path) -> None:
+    """Leaves what a completed run leaves, without its format."""
+    (run_dir / "model").mkdir(parents=True)
+    (run_dir / "summary.json").write_text('{"status": "completed"}')
 
 
 def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one_before(
@@ -95,11 +83,12 @@ def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one
     write_run_format(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": "completed"}')  # and no model
 
-    async def killed(job: Job) -> int:
+    def killed(main: Coroutine[Any, Any, int]) -> int:
+        main.close()
         (tmp_path / "model").mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_run", killed)
+    monkeypatch.setattr(module, "uvloop", SimpleNamespace(run=killed))
     monkeypatch.setattr(runlog.RunLog, "finish", lambda log, status, error=None: status)
     with pytest.raises(KeyboardInterrupt):
         run(ready(config(run_dir=str(tmp_path))), resume=True)
@@ -112,57 +101,42 @@ def test_two_runs_do_not_share_a_run_directory(tmp_path: Path) -> None:
             run(ready(config(run_dir=str(tmp_path))), resume)
 
 
-def test_a_resumed_run_starts_at_its_newest_checkpoint(tmp_path: Path) -> None:
-    inputs = Inputs(ROWS)
-    kept(tmp_path, identity(config(), ROWS))
-    told: list[str] = []
-    start = _start(config(), inputs, tmp_path, True, told.append)
-    assert start is not None
-    assert (start.cut.step, told) == (4, ["going on after step 4, weight version 1"])
-
-
 def test_another_config_is_refused_with_its_keys(tmp_path: Path) -> None:
     kept(tmp_path, identity(config(), ROWS))
-    other = config(train={"batch_size": 64}, seed=3)
+    other = config(run_dir=str(tmp_path), train={"batch_size": 64}, seed=3)
     with pytest.raises(ConfigError) as caught:
-        _start(other, Inputs(ROWS), tmp_path, True, print)
+        run(ready(other), resume=True)
     assert [problem.key for problem in caught.value.problems] == ["seed", "train.batch_size"]
-
-
-def test_without_a_checkpoint_it_starts_from_the_beginning_and_says_so(tmp_path: Path) -> None:
-    told: list[str] = []
-    assert _start(config(), Inputs(ROWS), tmp_path, True, told.append) is None
-    assert "the run starts from the beginning" in told[0]
 
 
 def test_a_completed_run_of_another_config_is_refused_with_its_keys(tmp_path: Path) -> None:
     kept(tmp_path, identity(config(), ROWS))
-    (tmp_path / "summary.json").write_text('{"status": "completed"}')
-    (tmp_path / "model").mkdir()
+    complete(tmp_path)
     longer = config(run_dir=str(tmp_path), train={"steps": 4321})
     with pytest.raises(ConfigError) as caught:
         run(ready(longer), resume=True)
     assert [problem.key for problem in caught.value.problems] == ["train.steps"]
 
 
+NO_FORMAT = f"found no format version.* expected {RUN_FORMAT}"
+
+
 @pytest.mark.parametrize("left", [*RUN_OUTPUTS, "checkpoints/step_4"])
 def test_an_older_run_is_not_resumed(tmp_path: Path, left: str) -> None:
     (tmp_path / left).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"found no format version.* expected {RUN_FORMAT}"):
+    with pytest.raises(ConfigError, match=NO_FORMAT):
         run(ready(config(run_dir=str(tmp_path))), resume=True)
 
 
-def test_a_newer_run_is_not_resumed(tmp_path: Path) -> None:
+def test_neither_a_newer_run_nor_a_completed_one_of_another_format_is_resumed(
+    tmp_path: Path,
+) -> None:
+    complete(tmp_path / "completed")
     (tmp_path / FORMAT_FILE).write_text(json.dumps({"run_format": RUN_FORMAT + 1}))
-    with pytest.raises(ConfigError, match=f"found {RUN_FORMAT + 1}, expected {RUN_FORMAT}"):
-        run(ready(config(run_dir=str(tmp_path))), resume=True)
-
-
-def test_a_completed_run_of_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text('{"status": "completed"}')
-    (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match="found no format version"):
-        run(ready(config(run_dir=str(tmp_path))), resume=True)
+    newer = f"found {RUN_FORMAT + 1}, expected {RUN_FORMAT}"
+    for folder, cause in ((tmp_path / "completed", NO_FORMAT), (tmp_path, newer)):
+        with pytest.raises(ConfigError, match=cause):
+            run(ready(config(run_dir=str(folder))), resume=True)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -181,8 +155,7 @@ def test_a_run_that_begins_writes_its_format_first(
 
 def test_a_completed_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run_format(tmp_path)
-    (tmp_path / "summary.json").write_text('{"status": "completed"}')
-    (tmp_path / "model").mkdir()
+    complete(tmp_path)
     assert run(ready(config(run_dir=str(tmp_path))), resume=True) == 0
     assert "is completed already" in capsys.readouterr().out
 
@@ -192,28 +165,20 @@ def mirrored(run_dir: Path, url: str) -> RunConfig:
 
 
 def test_a_run_goes_on_in_an_empty_directory_from_its_mirror(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, distilling: type[FakeTraining], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"file://{tmp_path}/bucket"
     before = mirrored(tmp_path / "first", url)
     (tmp_path / "first").mkdir()
     kept(tmp_path / "first", identity(before, ROWS))
     Mirror(Checkpoints(tmp_path / "first/checkpoints", 2), RunCopies.at(url), 20, 20)._sync(False)
-    begun: list[Job] = []
-
-    async def stopped(job: Job) -> int:
-        begun.append(job)
-        job.log.finish("interrupted")
-        return INTERRUPTED
-
-    monkeypatch.setattr(module, "_run", stopped)
+    begun = started(distilling, asyncio.CancelledError())
     monkeypatch.setattr(mirror_module, "state_s", lambda config: 20)
     assert run(ready(mirrored(tmp_path / "second", url)), resume=True) == INTERRUPTED
     assert begun[0].start is not None
     assert begun[0].start.folder == tmp_path / "second/checkpoints/step_4"
     assert "step 4 is taken from" in (tmp_path / "second/run.log").read_text()
     end = RunCopies.at(url).complete(END)
-    assert end is not None
     assert "summary.json" in end.files
     with pytest.raises(ConfigError, match=r"checkpoint.mirror: .* holds an earlier run"):
         run(ready(mirrored(tmp_path / "third", url)))
@@ -222,9 +187,8 @@ def test_a_run_goes_on_in_an_empty_directory_from_its_mirror(
 def test_a_run_that_completed_elsewhere_has_the_config_of_its_user_here(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/bucket"
     first, second = (mirrored(tmp_path / name, url) for name in ("first", "second"))
-    (tmp_path / "first" / "model").mkdir(parents=True)
+    complete(tmp_path / "first")
     (tmp_path / "first/model/config.json").write_text("{}")
-    (tmp_path / "first/summary.json").write_text('{"status": "completed"}')
     (tmp_path / "first/identity.json").write_text(identity(first, ROWS))
     (tmp_path / "first/config.yaml").write_text("eval: {grader: model/g.py:f}")
     write_run_format(tmp_path / "first")
@@ -240,70 +204,54 @@ def quiet(run_dir: Path) -> RunConfig:
     return config(run_dir=str(run_dir), log={"wandb": "off"})
 
 
-class FakeText:
-    """Of a model without any token."""
+def started(training: type[FakeTraining], error: BaseException | None = None) -> list[Job]:
+    """The jobs of the runs that begin from now on, which end with this error."""
+    jobs: list[Job] = []
 
-    @classmethod
-    def of(cls, config: RunConfig) -> FakeText:
-        return cls()
+    async def begins(made: FakeTraining) -> None:
+        jobs.append(made.job)
+        if error is not None:
+            raise error
 
-    def response_ends(self) -> tuple[int, ...]:
-        return ()
-
-
-class FakeTrainer:
-    """Lives, and saves the model, as a folder."""
-
-    async def report(self) -> StageReport:
-        return StageReport()
-
-    async def save(self, directory: str) -> None:
-        await asyncio.to_thread(Path(directory).mkdir)
+    training.run = begins  # type: ignore[method-assign]
+    return jobs
 
 
-class FakeTraining:
-    """Trains in no time; then ends with the error it is given."""
-
-    error: BaseException | None = None
-    trained = has_weights = True
-
-    def __init__(self, job: Job, stages: Any, text: Any, reading: Any) -> None:
-        self.job = job
-        self.pipeline: Any = SimpleNamespace(
-            config=job.config,
-            stages=stages,
-            is_trained=self.trained,
-            has_weights=self.has_weights,
-            checkpoint=self.checkpoint,
-            state_s=5.0,
-        )
-
-    async def run(self) -> None:
-        self.job.log.log(1, {"loss/total": 0.5})
-        self.job.log.busy({"train": [Interval("step", 1.0, 2.0)]})
-        if self.error is not None:
-            raise self.error
-
-    async def checkpoint(self) -> None:
-        raise ValueError("no checkpoint of this")
+def test_a_run_directory_with_an_empty_folder_for_checkpoints_is_taken(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert run(ready(quiet(tmp_path))) == 0
 
 
-@pytest.fixture
-def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
-    """A run of which everything is real but the cluster and the training."""
+@pytest.mark.parametrize("has_one", [True, False])
+def test_a_resumed_run_starts_at_its_newest_checkpoint_or_from_the_beginning_and_logs_it(
+    tmp_path: Path, distilling: type[FakeTraining], has_one: bool
+) -> None:
+    jobs = started(distilling)
+    write_run_format(tmp_path)
+    if has_one:
+        kept(tmp_path, identity(quiet(tmp_path), ROWS))
+    assert run(ready(quiet(tmp_path)), resume=True) == 0
+    start = jobs[0].start
+    line = "going on after step 4, weight version 1"
+    assert (start and start.cut.step) == (4 if has_one else None)
+    log = (tmp_path / "run.log").read_text()
+    assert (line if has_one else "the run starts from the beginning") in log
 
-    class Own(FakeTraining):
-        pass
 
-    @asynccontextmanager
-    async def launch(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        trainer = FakeTrainer()
-        yield SimpleNamespace(trainer=trainer, save_early=trainer.save, watched=lambda work: work)
+def test_a_signal_during_the_final_save_waits_for_the_model(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    class Signalled(SavingTrainer):
+        async def save(self, directory: str) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            await super().save(directory)
 
-    monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(module, "Training", Own)
-    monkeypatch.setattr(module, "Text", FakeText)
-    return Own
+    distilling.trainer = Signalled()
+    assert run(ready(quiet(tmp_path))) == INTERRUPTED
+    assert (tmp_path / "model").is_dir()
 
 
 def test_what_a_resumed_run_reads_is_read_beside_the_event_loop(
@@ -351,7 +299,7 @@ def test_a_console_that_fails_costs_neither_the_model_nor_the_exit_code(
     assert (tmp_path / "model").is_dir()
 
 
-def test_the_model_is_kept_when_all_is_trained_and_the_last_evaluation_fails(
+def test_the_model_of_a_failed_run_is_kept_when_all_is_trained_and_the_trainer_has_it(
     tmp_path: Path, distilling: type[FakeTraining]
 ) -> None:
     distilling.error = StageError("evaluation", "nothing can be graded")
@@ -360,15 +308,9 @@ def test_the_model_is_kept_when_all_is_trained_and_the_last_evaluation_fails(
     distilling.trained = False
     assert run(ready(quiet(tmp_path / "half"))) == 1
     assert not (tmp_path / "half" / "model").exists()
-
-
-def test_a_run_that_fails_while_the_trainer_is_restarted_saves_no_other_student(
-    tmp_path: Path, distilling: type[FakeTraining]
-) -> None:
-    distilling.error = StageError("trainer", "it died too often")
-    distilling.has_weights = False
-    assert run(ready(quiet(tmp_path))) == 1
-    assert not (tmp_path / "model").exists()
+    distilling.trained, distilling.has_weights = True, False  # the trainer is being restarted
+    assert run(ready(quiet(tmp_path / "other"))) == 1
+    assert not (tmp_path / "other" / "model").exists()
 
 
 @pytest.mark.parametrize("has_weights", [True, False])

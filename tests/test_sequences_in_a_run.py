@@ -9,7 +9,8 @@ import pytest
 
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from tests.sequences import Parts, same, sequence
-from tests.test_pipeline import FakeStudent, world
+from tests.world.run import world
+from tests.world.students import FakeStudent
 
 TURNS: list[Parts] = [
     [("student", 2), ("tool", 3), ("student", 1)],
@@ -32,7 +33,7 @@ async def test_what_is_trained_is_the_sequence_that_was_sampled(
         made[one.uid] = replace(one, prompt=prompt, version_spans=spans)
         return made[one.uid]
 
-    monkeypatch.setattr(FakeStudent, "_rollout", rollout)
+    monkeypatch.setattr(FakeStudent, "rollout", rollout)
     run = world()
     trained: dict[str, Rollout] = {}
     take = run.trainer.batcher.take
@@ -43,6 +44,6 @@ async def test_what_is_trained_is_the_sequence_that_was_sampled(
         return taken
 
     monkeypatch.setattr(run.trainer.batcher, "take", watched)
-    await run.pipeline.run()
+    await run.run()
     assert len(trained) == 24
     assert all(same(made[uid], found) for uid, found in trained.items())

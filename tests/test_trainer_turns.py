@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 from async_opd.core.errors import ProcessDied
 from async_opd.core.reports import Captured, Progress
-from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import TRAINER, SamplingSpec
-from async_opd.grading.evaluation import Evaluation
+from async_opd.core.stages import TRAINER
 from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.sharing.time_sharing import (
     GpuGuests,
@@ -28,36 +26,32 @@ from async_opd.sharing.time_sharing import (
 from async_opd.waiting.race import gather_or_cancel
 from teachers.stage import ScorerStage
 from tests.properties import examples
-from tests.sharing.locked_sync import LockedSync
-from tests.test_pipeline import TEACHERS, FakePrompts, FakeStudent, World, world
-from tests.test_time_sharing import (
-    ColocatedTeacher,
-    Gpu,
-    Shared,
-    alive,
-    gated,
-    guard_sync,
-)
+from tests.world.clock import settle
+from tests.world.config import changed
+from tests.world.gpus import Gpu, GuestTeacher, Host, alive, gate_student, gate_sync, uids_of
+from tests.world.prompts import TEACHERS
+from tests.world.run import World, evaluation, world
+from tests.world.sync import LockedSync
+from tests.world.trainer import SlowDisk
 
 
 class Trainer:
     """The trainer as a guest: nothing but the moves of its turns, and what happens at each."""
 
-    def __init__(self, gpu: Gpu, hosts: Sequence[Shared], linger_s: float) -> None:
+    def __init__(self, gpu: Gpu, hosts: Sequence[Host], linger_s: float) -> None:
         self.gpu, self.hosts = gpu, hosts
         self.turns = GpuTurns(linger_s)
         self.number = 0
         self.dies_at = ""
 
     async def _reach(self, stage: str) -> None:
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await settle(3)
         if self.dies_at == stage:
             raise ProcessDied(TRAINER, "its process died")
 
     async def _onload(self) -> None:
         for host in self.hosts:
-            assert host.dead or (host.gate.closed and not host.gate._inside), "an engine is awake"
+            assert host.dead or (host.gate.closed and not host.requests), "an engine is awake"
         self.gpu.take("trainer")
         await self._reach("onload")
 
@@ -88,29 +82,19 @@ class Trainer:
         return Progress(0)
 
 
-class Captures:
-    """A checkpointer that writes nothing."""
-
-    timeout_s = 20.0
-
-    def __init__(self, run: World) -> None:
-        self.run = run
-        self.metrics: dict[str, float] = {}
-        self.taken = 0
+class Captures(SlowDisk):
+    """A checkpointer that writes nothing, at once."""
 
     async def take(self, cut_of: Callable[[Captured], Any]) -> None:
-        cut_of(await self.run.trainer.capture())
-        self.taken += 1
-
-    async def settled(self) -> None: ...
-    async def evaluated(self, step: int, measured: Any) -> None: ...
+        await super().take(cut_of)
+        self.writing = False
 
 
 @dataclass
 class Colocated:
     run: World
     trainer: Trainer
-    hosts: list[Shared]
+    hosts: list[Host]
     sharing: GpuTimeSharing
     captures: Captures
 
@@ -126,12 +110,11 @@ def colocated(
 
     ``teachers`` are on the same GPUs too.
     """
-    run = world(evaluation=evaluation(), **sizes)
+    run = world(evaluation=evaluation(prompts=3), **sizes)
     gpu = Gpu()
-    hosts = [Shared(gpu) for _ in run.students]
+    hosts = [Host(gpu) for _ in run.students]
     for student, host in zip(run.students, hosts, strict=True):
-        student.worker._sample = gated(student, host)
-        student.generate = partial(answers, student, host)  # type: ignore[method-assign]
+        gate_student(student, host)
     trainer = Trainer(gpu, hosts, linger_s)
     guard_trainer(run, trainer)
     parts: Any = run.pipeline.stages
@@ -147,11 +130,9 @@ def colocated(
         sleep_timeout_s=20,
         turn="the trainer's turn",
     )
-    guard_sync(run, hosts)
-    captures: Any = Captures(run)
-    run.pipeline.config = run.pipeline.config.model_copy(
-        update={"checkpoint": run.pipeline.config.checkpoint.model_copy(update={"every": 1})}
-    )
+    gate_sync(run, hosts)
+    captures: Any = Captures(run.trainer)
+    run.pipeline.config = changed(run.pipeline.config, checkpoint={"every": 1})
     run.pipeline.checkpointer = captures
     parts.sync = LockedSync(run.sync, replicas=sharing.lock, trainer=None)
     supervise = parts.supervise
@@ -169,10 +150,10 @@ class Scorer(ScorerStage):
 
 
 def on_the_same_gpus(
-    run: World, names: Collection[str], gpu: Gpu, hosts: Sequence[Shared]
+    run: World, names: Collection[str], gpu: Gpu, hosts: Sequence[Host]
 ) -> ScorerStage:
     replicas: Any = {
-        name: [ColocatedTeacher(f"teacher {name}/0", inner, gpu, hosts) if name in names else inner]
+        name: [GuestTeacher(inner, gpu, hosts) if name in names else inner]
         for name, inner in run.teachers.items()
     }
     return Scorer(
@@ -187,27 +168,10 @@ def on_the_same_gpus(
 async def dying(sharing: GpuTimeSharing, deaths: Sequence[int]) -> None:
     for turns in deaths:
         alternating = asyncio.create_task(sharing.endless())
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await settle(turns)
         alternating.cancel()
         await asyncio.wait({alternating})
     await sharing.endless()
-
-
-async def answers(
-    student: FakeStudent, host: Shared, prompts: Sequence[Prompt], sampling: SamplingSpec
-) -> list[Rollout]:
-    async with host.gate:
-        assert not host.gpu.awake, f"the student answers while {host.gpu.awake} are awake"
-        await student.pace.wait()
-        return [student._rollout(prompt, 0, student.version) for prompt in prompts]
-
-
-def evaluation() -> Evaluation:
-    async def grade(rollout: Rollout) -> float:
-        return 1.0
-
-    return Evaluation(tuple(FakePrompts().next(3)), SamplingSpec(4, 0.0, 1.0, 1), grade)
 
 
 def guard_trainer(run: World, trainer: Trainer) -> None:
@@ -226,29 +190,20 @@ def guard_trainer(run: World, trainer: Trainer) -> None:
     run.sync.snapshot = copied  # type: ignore[method-assign]
 
 
-async def done(made: Colocated, seconds: float = 20) -> World:
-    await asyncio.wait_for(made.run.pipeline.run(), seconds)
-    return made.run
-
-
-async def test_it_trains_every_admitted_sample() -> None:
-    made = colocated()
-    run = await done(made)
-    assert run.pipeline.run_state.ledger.counts["trained"] == 24
-    assert made.captures.taken == 3
-    assert set(made.trainer.gpu.users) == {"trainer"}
-
-
-async def test_teachers_engines_and_trainer_share_the_same_gpus() -> None:
-    made = colocated(teachers=TEACHERS)
-    run = await done(made)
-    assert run.pipeline.run_state.ledger.counts["trained"] == 24
-    assert set(made.trainer.gpu.users) == {"trainer", "teacher a/0", "teacher b/0"}
+@pytest.mark.parametrize("teachers", [(), TEACHERS])
+async def test_it_trains_every_admitted_sample(teachers: tuple[str, ...]) -> None:
+    """Teachers may be on the same GPUs too."""
+    made = colocated(teachers=teachers)
+    run = await made.run.run()
+    assert run.counts["trained"] == 24
+    assert len(made.captures.taken) == 3
+    assert set(made.trainer.gpu.users) == {"trainer", *(f"teacher {name}/0" for name in teachers)}
+    assert [student.version for student in run.students] == [3, 3]
 
 
 async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version() -> None:
     made = colocated(s=0.0, k=1, linger_s=0.05)
-    run = await done(made)
+    run = await made.run.run()
     assert set(run.trainer.staleness) == {0}
     assert made.trainer.number == 6
 
@@ -256,22 +211,16 @@ async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version
 async def test_a_version_of_several_steps_is_one_turn_where_its_batches_are_complete() -> None:
     """s = 0: the engines finish all K batches before the trainer has the first one's turn."""
     made = colocated(s=0.0, k=3, linger_s=0.05)
-    await done(made)
+    await made.run.run()
     assert made.trainer.number < 6
-
-
-async def test_the_weights_are_sent_when_the_engines_are_awake_again() -> None:
-    made = colocated()
-    await done(made)
-    assert [student.version for student in made.run.students] == [3, 3]
 
 
 async def test_an_engine_that_dies_while_it_goes_to_sleep_is_left_out() -> None:
     made = colocated()
     made.hosts[1].dies = True
     made.run.students[1].fail_at = 0
-    run = await done(made)
-    assert run.pipeline.run_state.ledger.counts["trained"] == 24
+    run = await made.run.run()
+    assert run.counts["trained"] == 24
 
 
 @pytest.mark.parametrize("stage", ["onload", "work", "offload"])
@@ -282,7 +231,7 @@ async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers
     made = colocated()
     made.trainer.dies_at = stage
     with pytest.raises(ProcessDied, match="trainer: its process died"):
-        await done(made)
+        await made.run.run()
     assert made.sharing.lock.locked()
     assert all(host.gate.closed for host in made.hosts)
     made.trainer.gpu.awake.clear()  # the memory of a process that died
@@ -316,41 +265,18 @@ async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers
     teachers=st.sets(st.sampled_from(TEACHERS)),
 )
 def test_never_both_work_nobody_waits_for_ever_and_every_sample_is_trained_once(
-    seed: int,
-    s: float,
-    k: int,
-    n: int,
-    groups: int,
-    replicas: int,
-    steps: int,
-    linger_s: float,
-    deaths: list[int],
-    dead: bool,
-    teachers: set[str],
+    n: int, groups: int, dead: bool, teachers: set[str], **sizes: Any
 ) -> None:
-    size = n * groups
-
     async def scenario() -> Colocated:
-        made = colocated(
-            linger_s=linger_s,
-            deaths=deaths,
-            teachers=sorted(teachers),
-            seed=seed,
-            s=s,
-            k=k,
-            n=n,
-            batch_size=size,
-            replicas=replicas,
-            steps=steps,
-        )
-        if dead and replicas > 1:
-            made.run.students[-1].fail_at = random.Random(seed).randint(0, 5)
-        await done(made)
+        made = colocated(teachers=sorted(teachers), batch_size=n * groups, n=n, **sizes)
+        if dead and sizes["replicas"] > 1:
+            made.run.students[-1].fail_at = random.Random(sizes["seed"]).randint(0, 5)
+        await made.run.run()
         return made
 
     made = asyncio.run(scenario())
-    uids = [uid for uid, _ in made.run.trainer.trained]
-    assert len(set(uids)) == len(uids) == steps * size
-    assert made.run.pipeline.run_state.ledger.counts["in_flight"] == 0
-    assert max(made.run.trainer.staleness) == 0 or s > 0
+    uids = uids_of(made.run)
+    assert len(set(uids)) == len(uids) == sizes["steps"] * n * groups
+    assert made.run.counts["in_flight"] == 0
+    assert max(made.run.trainer.staleness) == 0 or sizes["s"] > 0
     assert not made.trainer.gpu.awake

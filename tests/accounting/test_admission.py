@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from math import floor
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.accounting.admission import Admission
+from tests.world.clock import settle
 
 
 def admission(s: float = 0.0, k: int = 1, b: int = 4, steps: int = 100) -> Admission:
@@ -22,17 +24,23 @@ async def admitted(budget: Admission, samples: int, at_most: int = 1) -> int:
 
 async def blocked(budget: Admission, samples: int = 1) -> bool:
     task = asyncio.create_task(budget.room(samples))
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await settle(3)
     done = task.done()
     task.cancel()
     return not done
 
 
-async def test_on_policy_admits_exactly_one_batch_per_version() -> None:
-    budget = admission()
-    assert await admitted(budget, 1, 99) == 4
-    assert await blocked(budget)
+@pytest.mark.parametrize(
+    ("settings", "group", "groups"),
+    [({}, 1, 4), ({"s": 0.5, "k": 2}, 1, 12), ({"s": 0.5}, 4, 1), ({"s": 9, "steps": 2}, 1, 8)],
+    ids=["on-policy", "with a threshold", "whole groups", "no more than is trained"],
+)
+async def test_a_version_admits_so_many_groups_and_no_more(
+    settings: dict[str, Any], group: int, groups: int
+) -> None:
+    budget = admission(**settings)
+    assert await admitted(budget, group, 99) == groups
+    assert await blocked(budget, group)
 
 
 async def test_a_new_version_opens_the_next_batch() -> None:
@@ -42,23 +50,6 @@ async def test_a_new_version_opens_the_next_batch() -> None:
     await asyncio.sleep(0)
     budget.advance(1)
     assert await asyncio.wait_for(waiting, 5) == 4
-
-
-async def test_the_threshold_admits_its_share_of_the_next_version() -> None:
-    budget = admission(s=0.5, k=2)
-    assert await admitted(budget, 1, 99) == 12
-
-
-async def test_groups_are_whole() -> None:
-    budget = admission(s=0.5)
-    assert await admitted(budget, 4, 99) == 1
-    assert await blocked(budget, 4)
-
-
-async def test_no_more_is_admitted_than_the_run_trains() -> None:
-    budget = admission(s=9, steps=2)
-    assert await admitted(budget, 1, 99) == 8
-    assert await blocked(budget, 1)
 
 
 async def test_waiting_for_room_admits_nothing() -> None:

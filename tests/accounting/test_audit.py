@@ -48,35 +48,25 @@ def test_a_sample_without_a_fate_is_lost_if_the_run_is_completed(tmp_path: Path)
     assert (completed(tmp_path).in_flight, completed(tmp_path).lost) == ((), ("p/0", "p/1"))
 
 
-def test_a_sample_that_was_trained_twice_is_duplicated(tmp_path: Path) -> None:
+def test_a_sample_with_two_states_is_duplicated(tmp_path: Path) -> None:
     with Journal(tmp_path / LEDGER) as journal:
-        journal.admitted(["p/0"])
-        journal.trained(1, ["p/0"])
+        journal.admitted(["p/0", "r/0"])
+        journal.trained(1, ["p/0", "r/0"])
         journal.trained(2, ["p/0", "q/0"])
-    assert completed(tmp_path).duplicated == ("p/0", "q/0")
+        journal.dead("r/0")
+    assert sorted(completed(tmp_path).duplicated) == ["p/0", "q/0", "r/0"]
 
 
-def test_a_sample_that_was_trained_and_is_a_dead_letter_is_duplicated(tmp_path: Path) -> None:
+def test_dead_letters_are_not_lost_also_those_of_a_prompt_that_cannot_be_sampled(
+    tmp_path: Path,
+) -> None:
     with Journal(tmp_path / LEDGER) as journal:
-        journal.admitted(["p/0"])
-        journal.trained(1, ["p/0"])
-        journal.dead("p/0")
-    assert completed(tmp_path).duplicated == ("p/0",)
-
-
-def test_a_dead_letter_is_not_lost(tmp_path: Path) -> None:
-    with Journal(tmp_path / LEDGER) as journal:
-        ledger = Ledger(1, journal)
-        ledger.admitted([make_prompt("p")])
-        ledger.dead_lettered(header("p/0"))
-    assert (completed(tmp_path).dead_lettered, completed(tmp_path).lost) == (("p/0",), ())
-
-
-def test_the_rollouts_of_a_prompt_that_cannot_be_sampled_are_dead_letters(tmp_path: Path) -> None:
-    with Journal(tmp_path / LEDGER) as journal:
-        Ledger(2, journal).refused(header("p"))
-    assert completed(tmp_path).dead_lettered == ("p/0", "p/1")
-    assert (completed(tmp_path).lost, completed(tmp_path).duplicated) == ((), ())
+        ledger = Ledger(2, journal)
+        ledger.admitted([make_prompt("q")], members=1)
+        ledger.dead_lettered(header("q/0"))
+        ledger.refused(header("p"))
+    found = completed(tmp_path)
+    assert (found.dead_lettered, found.lost, found.duplicated) == (("q/0", "p/0", "p/1"), (), ())
 
 
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:

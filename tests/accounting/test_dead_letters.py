@@ -21,32 +21,23 @@ def lost(count: int, teacher: str = "t") -> list[DeadLetter]:
     ]
 
 
-def test_a_share_is_taken_of_at_least_a_thousand() -> None:
-    letters = DeadLetters({"t": 0.002})
-    for one in lost(2):
+@pytest.mark.parametrize(
+    ("share", "trained", "allowed", "cause"),
+    [
+        (0.002, 0, 2, r"3 rollouts .* allowed are 2 \(0.002 of 1000\).* too long"),
+        (0.002, 1500, 3, r"4 rollouts .* allowed are 3"),
+        (0.0, 0, 0, "allowed are 0"),
+    ],
+)
+def test_a_share_is_taken_of_the_trained_rollouts_and_at_least_a_thousand(
+    share: float, trained: int, allowed: int, cause: str
+) -> None:
+    letters = DeadLetters({"t": share, "u": 0.001})
+    letters.trained([header(f"q{index}/0") for index in range(trained)])
+    for one in (*lost(allowed), *lost(1, "u")):  # teachers are counted apart
         letters.add(one)
-    with pytest.raises(StageError, match=r"3 rollouts .* allowed are 2 \(0.002 of 1000\)"):
+    with pytest.raises(StageError, match=f"(?s){cause}"):
         letters.add(lost(1)[0])
-
-
-def test_what_was_trained_allows_more() -> None:
-    letters = DeadLetters({"t": 0.002})
-    letters.trained([header(f"q{index}/0") for index in range(1500)])
-    for one in lost(3):
-        letters.add(one)
-    with pytest.raises(StageError, match="too long"):
-        letters.add(lost(1)[0])
-
-
-def test_teachers_are_counted_apart() -> None:
-    letters = DeadLetters({"t": 0.001, "u": 0.001})
-    letters.add(lost(1, "t")[0])
-    letters.add(lost(1, "u")[0])
-
-
-def test_a_share_of_nothing_allows_none() -> None:
-    with pytest.raises(StageError, match="allowed are 0"):
-        DeadLetters({"t": 0.0}).add(lost(1)[0])
 
 
 def test_rows_without_a_teacher_count_against_the_smallest_share_of_all_and_no_teachers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,27 +14,25 @@ import pytest
 from async_opd.accounting.images import ImagesInFlight, kept
 from async_opd.accounting.ledger import Ledger
 from async_opd.core.errors import ConfigError, StageError
-from async_opd.core.row import Media
 from async_opd.core.samples import NO_VERSION, Group, Header, Prompt
 from async_opd.core.stages import PROMPTS
-from async_opd.queue.message_queue import MessageQueue
-from tests.test_pipeline import MortalQueue
+from tests.world.clock import settle
+from tests.world.prompts import with_images
+from tests.world.queue import MortalQueue
 
 IMAGE = 10
 
 
 def prompt(uid: str, *images: int) -> Prompt:
-    encoded = [bytes([number]) * IMAGE for number in images]
-    by_hash = {hashlib.sha256(one).hexdigest(): one for one in encoded}
-    media = tuple(Media(hashlib.sha256(one).hexdigest(), IMAGE, 2, 2) for one in encoded)
-    return Prompt(uid, "s", "t", np.zeros(3, np.int32), media=media, encoded=by_hash)
+    plain = Prompt(uid, "s", "t", np.zeros(3, np.int32))
+    return with_images(plain, *(bytes([number]) * IMAGE for number in images))
 
 
 class Driver:
     """The queue, the ledger of groups of two, and the images; batches have two samples."""
 
     def __init__(self, max_images: int = 100) -> None:
-        self.queue: Any = MortalQueue(lambda: MessageQueue((PROMPTS,), 100, 1 << 20, 60.0))
+        self.queue: Any = MortalQueue()
         self.ledger = Ledger(2)
         self.images = ImagesInFlight(self.ledger, batch_size=2, max_bytes=max_images * IMAGE)
 
@@ -83,8 +80,7 @@ async def test_new_images_wait_for_room_when_two_batches_are_in_flight() -> None
     await driver.put(driver.admitted(prompt("p", 1), prompt("q", 2)), waits=True)
     assert await driver.held() == 2  # the trainer needs them
     waiting = asyncio.create_task(driver.put(driver.admitted(prompt("r", 3)), waits=True))
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await settle(20)
     assert not waiting.done()
     driver.trained("p/0", "p/1")
     await driver.images.release(driver.queue)
@@ -96,8 +92,7 @@ async def test_images_that_wait_behind_text_alone_come_once_it_is_trained() -> N
     driver = Driver(max_images=1)
     await driver.put(driver.admitted(prompt("p"), prompt("q")), waits=True)
     waiting = asyncio.create_task(driver.put(driver.admitted(prompt("r", 1, 2)), waits=True))
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await settle(20)
     assert not waiting.done()
     driver.trained("p/0", "p/1", "q/0", "q/1")
     await driver.images.release(driver.queue)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -19,40 +18,16 @@ from async_opd.accounting.replacements import MAX_CONSECUTIVE_REFUSED, MAX_RESAM
 from async_opd.core.errors import SourceError, StageError
 from async_opd.core.reports import StepReport
 from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Prompt
-from tests.conftest import make_prompt
+from tests.world.log import FakeLog
+from tests.world.prompts import FakePrompts
 
 
-class Stream:
-    """Prompts p0, p1, …; those whose numbers are ``bad`` cannot be sampled."""
-
-    def __init__(self, bad: set[int] | None = None, only_bad: bool = False) -> None:
-        self.numbers = count()
-        self.bad, self.only_bad = bad or set(), only_bad
-
-    def next(self, count: int) -> list[Prompt | DeadLetter]:
-        return [self.one(next(self.numbers)) for _ in range(count)]
-
-    def one(self, number: int) -> Prompt | DeadLetter:
-        if self.only_bad or number in self.bad:
-            return DeadLetter(Header(f"p{number}", 0, 0, NO_VERSION, "t"), "no tokens", "prompt")
-        return make_prompt(f"p{number}")
+def stream(bad: Collection[int] = ()) -> FakePrompts:
+    """Prompts p0, p1, … of text; those whose numbers are ``bad`` cannot be sampled."""
+    return FakePrompts(bad=bad, teachers=("t",), images=False)
 
 
-@dataclass
-class Told:
-    messages: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    dead: list[DeadLetter] = field(default_factory=list)
-    summary: dict[str, float] = field(default_factory=dict)
-
-    def message(self, text: str, level: str = "info") -> None:
-        (self.warnings if level == "warning" else self.messages).append(text)
-
-    def dead_letter(self, lost: DeadLetter) -> None:
-        self.dead.append(lost)
-
-    def summarize(self, metrics: Mapping[str, float]) -> None:
-        self.summary |= metrics
+ONLY_BAD = range(10**6)
 
 
 @dataclass
@@ -61,18 +36,18 @@ class Desk:
     ledger: Ledger
     admission: Admission
     letters: DeadLetters
-    told: Told
+    log: FakeLog
 
 
 def desk(
-    stream: Stream | None = None, *, n: int = 2, whole: bool = False, share: float = 0.01
+    prompts: FakePrompts | None = None, *, n: int = 2, whole: bool = False, share: float = 0.01
 ) -> Desk:
-    ledger, told, letters = Ledger(n), Told(), DeadLetters({"t": share})
+    ledger, log, letters = Ledger(n), FakeLog(), DeadLetters({"t": share})
     admission = Admission(batch_size=4, sync_steps=1, staleness_threshold=1.0, steps=50)
     supply = PromptSupply(
-        stream or Stream(), ledger, admission, letters, told, whole_groups=n if whole else None
+        prompts or stream(), ledger, admission, letters, log, whole_groups=n if whole else None
     )
-    return Desk(supply, ledger, admission, letters, told)
+    return Desk(supply, ledger, admission, letters, log)
 
 
 def lost(uid: str, stage: str = "grader") -> DeadLetter:
@@ -83,50 +58,37 @@ def admitted(made: Desk, groups: int = 1) -> None:
     made.supply.groups(made.admission.try_admit(made.ledger.group_size, groups))
 
 
-def test_a_prompt_that_cannot_be_sampled_is_left_out_and_the_next_one_comes() -> None:
-    groups = desk(Stream(bad={0, 2})).supply.groups(2)
-    assert [group.prompt.uid for group in groups] == ["p1", "p3"]
+def test_a_prompt_that_cannot_be_sampled_counts_as_its_rollouts_and_the_next_one_comes() -> None:
+    made = desk(stream({0, 2}), n=2)
+    assert [group.prompt.uid for group in made.supply.groups(2)] == ["p1", "p3"]
+    assert made.log.dead == ["p0/0", "p0/1", "p2/0", "p2/1"]
+    assert {one.reason for one in made.log.letters} == {"no tokens"}
+    assert made.letters.metrics == {"dead_letters/prompt": 4.0}
+    assert made.ledger.counts["dead_lettered"] == 4
+    assert made.log.summary == {"ledger/dead_lettered": 4.0}
 
 
-def test_each_rollout_of_a_prompt_that_cannot_be_sampled_is_a_dead_letter() -> None:
-    made = desk(Stream(bad={0, 2}), n=2)
-    made.supply.groups(2)
-    assert [one.header.uid for one in made.told.dead] == ["p0/0", "p0/1", "p2/0", "p2/1"]
-    assert {one.reason for one in made.told.dead} == {"no tokens"}
+@pytest.mark.parametrize(
+    ("share", "cause"),
+    [
+        (0.01, r"prompt: 11 rollouts .* allowed are 10 .* p5/0: no tokens"),
+        (1.0, f"{MAX_CONSECUTIVE_REFUSED} prompts cannot be sampled; the last: no tokens"),
+    ],
+)
+def test_prompts_of_which_none_can_be_sampled_end_the_run_whatever_share_is_allowed(
+    share: float, cause: str
+) -> None:
+    with pytest.raises(StageError, match=cause):
+        desk(stream(ONLY_BAD), share=share).supply.groups(1)
 
 
-def test_a_prompt_that_cannot_be_sampled_counts_as_its_rollouts_everywhere() -> None:
-    made = desk(Stream(bad={0}), n=2)
-    made.supply.groups(2)
-    assert made.letters.metrics == {"dead_letters/prompt": 2.0}
-    assert made.ledger.counts["dead_lettered"] == 2
-    assert made.told.summary == {"ledger/dead_lettered": 2.0}
-
-
-def test_a_stream_of_bad_prompts_only_ends_the_run_by_the_share() -> None:
-    made = desk(Stream(only_bad=True))
-    with pytest.raises(
-        StageError, match=r"prompt: 11 rollouts .* allowed are 10 .* p5/0: no tokens"
-    ):
-        made.supply.groups(1)
-
-
-def test_a_stream_of_bad_prompts_only_ends_the_run_whatever_share_is_allowed() -> None:
-    made = desk(Stream(only_bad=True), share=1.0)
-    with pytest.raises(
-        StageError,
-        match=f"{MAX_CONSECUTIVE_REFUSED} prompts cannot be sampled; the last: no tokens",
-    ):
-        made.supply.groups(1)
-
-
-class Unreadable(Stream):
+class Unreadable(FakePrompts):
     """The second prompt cannot be read."""
 
     def next(self, count: int) -> list[Prompt | DeadLetter]:
-        if next(self.numbers):
+        if self.cursor:
             raise SourceError("p.jsonl", "cannot be read: [Errno 5] Input/output error")
-        return [make_prompt("p0")]
+        return super().next(1)
 
 
 def test_a_source_that_cannot_be_read_ends_the_run_with_ledger_and_budget_in_agreement() -> None:
@@ -136,41 +98,27 @@ def test_a_source_that_cannot_be_read_ends_the_run_with_ledger_and_budget_in_agr
     assert made.admission.admitted == len(made.ledger.state().in_flight) == 2
 
 
-def test_a_lost_rollout_is_replaced_by_one_of_another_prompt() -> None:
-    made = desk()
+@pytest.mark.parametrize("bad", [set(), {1}])
+def test_a_lost_rollout_ends_alone_and_is_replaced_by_one_of_the_next_prompt_that_can_be_sampled(
+    bad: set[int],
+) -> None:
+    made = desk(stream(bad))
     admitted(made)
+    assert made.supply.ended_by(lost("p0/1")) == ("p0/1",)
     (group,) = made.supply.replace(lost("p0/1"))
-    assert (group.prompt.uid, group.members) == ("p1", (0,))
+    assert (group.prompt.uid, group.members) == (f"p{1 + len(bad)}", (0,))
+    assert made.log.dead == ["p0/1", *(f"p{number}/0" for number in bad)]
     assert made.admission.admitted == 2
-
-
-def test_the_replacement_of_a_lost_rollout_is_a_prompt_that_can_be_sampled() -> None:
-    made = desk(Stream(bad={1}))
-    admitted(made)
-    (group,) = made.supply.replace(lost("p0/1"))
-    assert group.prompt.uid == "p2"
-    assert [one.header.uid for one in made.told.dead] == ["p0/1", "p1/0"]
 
 
 def test_a_member_of_a_whole_group_is_sampled_again_so_many_times() -> None:
     made = desk(whole=True)
     admitted(made)
+    assert made.supply.ended_by(lost("p0/1")) == ()
     for _ in range(MAX_RESAMPLED):
         (group,) = made.supply.replace(lost("p0/1"))
         assert (group.prompt.uid, group.members) == ("p0", (1,))
-    assert (made.told.dead, len(made.told.messages)) == ([], 1)
-
-
-def test_what_is_sampled_again_ends_nothing() -> None:
-    made = desk(whole=True)
-    admitted(made)
-    assert made.supply.ended_by(lost("p0/1")) == ()
-
-
-def test_a_rollout_that_is_trained_alone_ends_alone() -> None:
-    made = desk()
-    admitted(made)
-    assert made.supply.ended_by(lost("p0/1")) == ("p0/1",)
+    assert (made.log.letters, len(made.log.lines)) == ([], 1)
 
 
 def test_then_its_whole_group_is_replaced() -> None:
@@ -181,7 +129,7 @@ def test_then_its_whole_group_is_replaced() -> None:
     assert made.supply.ended_by(lost("p0/1")) == ("p0/1", "p0/0", "p0/2")
     groups = made.supply.replace(lost("p0/1"))
     assert [(g.prompt.uid, g.members) for g in groups] == [("p1", (0, 1, 2))]
-    assert sorted((one.header.uid, one.stage) for one in made.told.dead) == [
+    assert sorted((one.header.uid, one.stage) for one in made.log.letters) == [
         ("p0/0", "group"),
         ("p0/1", "grader"),
         ("p0/2", "group"),
@@ -196,7 +144,7 @@ def test_what_comes_late_of_a_replaced_group_changes_nothing() -> None:
         made.supply.replace(lost("p0/1"))
     assert made.supply.ended_by(lost("p0/0")) == ()
     assert made.supply.replace(lost("p0/0")) == []
-    assert len(made.told.dead) == 2
+    assert len(made.log.letters) == 2
 
 
 def test_a_grader_that_always_fails_ends_the_run() -> None:
@@ -204,7 +152,7 @@ def test_a_grader_that_always_fails_ends_the_run() -> None:
     admitted(made)
 
     def fail_for_ever() -> None:
-        uids = list(made.ledger._in_flight)
+        uids = list(made.ledger.state().in_flight)
         while uids:
             for group in made.supply.replace(lost(uids.pop())):
                 uids += [f"{group.prompt.uid}/{member}" for member in group.members]
@@ -240,7 +188,7 @@ def test_an_answer_that_cannot_be_graded_counts_once_however_often_it_is_evaluat
     made = desk()
     for _ in range(20):
         made.supply.ungraded([lost("eval p0/0")])
-    assert len(made.told.dead) == 1
+    assert len(made.log.letters) == 1
 
 
 def test_the_samples_of_a_step_that_was_left_out_are_dead_letters_and_count_against_no_share() -> (
@@ -250,8 +198,8 @@ def test_the_samples_of_a_step_that_was_left_out_are_dead_letters_and_count_agai
     admitted(made)
     headers = tuple(Header(f"p0/{i}", 3, 0, 0, "t") for i in range(2))
     made.supply.skipped(StepReport(1, headers, (0, 0), {}, skipped="loss nan"))
-    assert [one.reason for one in made.told.dead] == ["step 1 was skipped: loss nan"] * 2
-    assert made.told.messages == ["step 1 was skipped: loss nan; samples: p0/0, p0/1"]
+    assert [one.reason for one in made.log.letters] == ["step 1 was skipped: loss nan"] * 2
+    assert made.log.lines == ["step 1 was skipped: loss nan; samples: p0/0, p0/1"]
     assert made.letters.metrics == {"dead_letters/trainer": 2.0}
     assert made.ledger.counts["in_flight"] == 0
 
@@ -264,14 +212,14 @@ def test_the_samples_of_a_step_that_was_left_out_are_dead_letters_and_count_agai
 def test_whatever_is_lost_the_budget_stays_filled_and_every_sample_has_one_state(
     whole: bool, bad: set[int], losses: list[int]
 ) -> None:
-    made = desk(Stream(bad), whole=whole, share=1.0)
+    made = desk(stream(bad), whole=whole, share=1.0)
     admitted(made, 4)
     budget = made.admission.admitted
     for pick in losses:
-        uids = list(made.ledger._in_flight)
+        uids = made.ledger.state().in_flight
         made.supply.replace(lost(uids[pick % len(uids)]))
         assert made.admission.admitted == made.ledger.counts["in_flight"] == budget
-    assert len(made.told.dead) == made.ledger.counts["dead_lettered"]
+    assert len(made.log.letters) == made.ledger.counts["dead_lettered"]
 
 
 def accounts_fit(made: Desk) -> bool:
@@ -286,8 +234,7 @@ def accounts_fit(made: Desk) -> bool:
 def test_too_many_bad_prompts_end_a_run_whose_accounts_fit(
     bad: set[int], n: int, groups: int
 ) -> None:
-    stream = Stream(bad=bad)
-    made = desk(stream, n=n, share=0.003)
+    made = desk(stream(bad), n=n, share=0.003)
     made.admission.advance(40)
     with suppress(StageError):
         admitted(made, groups)
@@ -298,8 +245,7 @@ def test_too_many_bad_prompts_end_a_run_whose_accounts_fit(
 def test_too_many_lost_rollouts_end_a_run_whose_accounts_fit(
     n: int, whole: bool, losses: int
 ) -> None:
-    stream = Stream()
-    made = desk(stream, n=n, whole=whole, share=0.002)
+    made = desk(n=n, whole=whole, share=0.002)
     made.admission.advance(40)
     admitted(made, 16)
     with suppress(StageError):
@@ -309,15 +255,15 @@ def test_too_many_lost_rollouts_end_a_run_whose_accounts_fit(
 
 
 def test_a_run_that_has_to_end_takes_no_further_prompts() -> None:
-    stream = Stream(only_bad=True)
-    made = desk(stream, share=0.01)
+    prompts = stream(ONLY_BAD)
+    made = desk(prompts, share=0.01)
     with pytest.raises(StageError, match="are dead letters"):
         admitted(made)
     assert made.supply.taken <= 12
-    read = next(stream.numbers)
+    read = prompts.cursor
     with pytest.raises(StageError, match="are dead letters"):
         admitted(made)
-    assert next(stream.numbers) == read + 1
+    assert prompts.cursor == read
 
 
 def late(uid: str, tokens: int = 900) -> Header:
@@ -330,8 +276,8 @@ def test_a_rollout_that_comes_too_late_three_times_is_one_warning() -> None:
     for times in range(1, 6):
         groups = made.supply.stale([late("p0/1", 100 * times)])
         assert [(group.prompt.uid, group.members) for group in groups] == [("p0", (1,))]
-        assert len(made.told.warnings) == (times >= 3)
-    (warning,) = made.told.warnings
+        assert len(made.log.warnings) == (times >= 3)
+    (warning,) = made.log.warnings
     assert warning.startswith("p0/1 was sampled 3 times")
     assert "with 300 tokens" in warning
     assert "→ raise async.max_version_lag" in warning
@@ -345,7 +291,7 @@ def test_late_copies_of_a_trained_rollout_are_neither_sampled_again_nor_counted(
         made.supply.stale([late("p0/0")])
     made.ledger.trained([late("p0/0")], 1)
     assert made.supply.stale([late("p0/0")]) == []
-    assert made.told.warnings == []
+    assert made.log.warnings == []
 
 
 def test_only_the_rollouts_that_came_too_late_last_are_counted(
@@ -356,4 +302,4 @@ def test_only_the_rollouts_that_came_too_late_last_are_counted(
     admitted(made)
     for uid in ("p0/0", "p0/0", "p0/1", "p0/0"):
         made.supply.stale([late(uid)])
-    assert made.told.warnings == []
+    assert made.log.warnings == []

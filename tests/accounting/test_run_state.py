@@ -8,52 +8,21 @@ from async_opd.accounting.run_state import Cut, RunState
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.reports import Captured, StepReport
-from async_opd.core.samples import DeadLetter, Header, Prompt
-from tests.conftest import make_prompt
+from async_opd.core.samples import Header
+from tests.world.config import changed, run_config
+from tests.world.log import FakeLog
+from tests.world.prompts import FakePrompts
 
-CONFIG = RunConfig.model_validate(
-    {
-        "student": {"model": "s"},
-        "teachers": {"t": {"model": "t"}},
-        "data": {"train": "prompts.jsonl"},
-        "rollout": {"n": 2},
-        "train": {"steps": 4, "batch_size": 2},
-        "async": {"sync_steps": 2},
-    }
+CONFIG = run_config(
+    rollout={"n": 2}, train={"steps": 4, "batch_size": 2}, **{"async": {"sync_steps": 2}}
 )
 
 
-class Stream:
-    """Prompts p0, p1, …"""
-
-    def __init__(self, cursor: int = 0) -> None:
-        self.cursor = cursor
-
-    def next(self, count: int) -> list[Prompt | DeadLetter]:
-        first, self.cursor = self.cursor, self.cursor + count
-        return [make_prompt(f"p{number}") for number in range(first, self.cursor)]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def find(self, uid: str) -> Prompt:
-        return make_prompt(uid)
-
-
-class Told:
-    def __init__(self) -> None:
-        self.dead: list[str] = []
-
-    def message(self, text: str, level: str = "info") -> None: ...
-    def summarize(self, metrics: object) -> None: ...
-
-    def dead_letter(self, lost: DeadLetter) -> None:
-        self.dead.append(lost.header.uid)
-
-
-def accounts(start: Cut | None = None, log: Told | None = None) -> RunState:
-    return RunState(CONFIG, Stream(start.cursor if start else 0), log or Told(), None, start)
+def accounts(
+    start: Cut | None = None, log: FakeLog | None = None, config: RunConfig = CONFIG
+) -> RunState:
+    prompts = FakePrompts(start.cursor if start else 0, teachers=("t",), images=False)
+    return RunState(config, prompts, log or FakeLog(), None, start)
 
 
 def trained(group: int) -> tuple[Header, ...]:
@@ -74,6 +43,7 @@ def test_a_cut_has_what_belongs_to_the_trainers_step() -> None:
     cut = after_two_steps().cut(Captured(2))
     assert (cut.step, cut.version, cut.cursor) == (2, 1, 3)
     assert (cut.ledger.trained, cut.ledger.in_flight) == (4, ("p2/0", "p2/1"))
+    assert accounts(cut).cut(Captured(2)) == cut
 
 
 def test_prompts_that_are_read_and_not_admitted_are_not_in_a_cut() -> None:
@@ -86,19 +56,13 @@ def test_prompts_that_are_read_and_not_admitted_are_not_in_a_cut() -> None:
     assert admitted == [[f"p{number}" for number in range(3, 9)]] * 2
 
 
-def test_accounts_that_go_on_from_a_cut_have_the_same_cut() -> None:
-    cut = after_two_steps().cut(Captured(2))
-    assert accounts(cut).cut(Captured(2)) == cut
-
-
 def test_a_trainer_that_is_elsewhere_has_no_cut() -> None:
     with pytest.raises(StageError, match="the trainer is at step 4, the ledger at 2"):
         after_two_steps().cut(Captured(4))
 
 
 def test_the_remainder_of_the_last_version_is_a_version() -> None:
-    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": 3})})
-    made = RunState(config, Stream(), Told())
+    made = accounts(config=changed(CONFIG, train={"steps": 3}))
     made.supply.groups(3)
     for step in (1, 2, 3):
         made.settle(StepReport(step, trained(step - 1), (), {}))
@@ -106,7 +70,7 @@ def test_the_remainder_of_the_last_version_is_a_version() -> None:
 
 
 def test_the_samples_of_a_step_that_was_left_out_are_dead_letters() -> None:
-    log = Told()
+    log = FakeLog()
     made = accounts(log=log)
     made.supply.groups(1)
     made.settle(StepReport(1, trained(0), (), {}, skipped="loss nan"))

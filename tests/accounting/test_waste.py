@@ -20,14 +20,11 @@ def report(*tokens: int, skipped: str = "", duplicated: float = 0.0) -> StepRepo
     return StepReport(1, headers(*tokens), (), metrics, skipped=skipped)
 
 
-def test_a_run_without_waste_has_a_share_of_nothing() -> None:
+def test_without_waste_or_tokens_the_share_is_nothing() -> None:
     waste = Waste()
+    assert waste.metrics["waste/share"] == 0
     waste.step(report(10, 20))
     assert waste.metrics["waste/share"] == 0
-
-
-def test_nothing_is_wasted_before_the_first_token() -> None:
-    assert Waste().metrics["waste/share"] == 0
 
 
 def test_stale_dead_skipped_and_duplicated_tokens_are_wasted() -> None:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from async_opd.checkpoint.bounds import state_s
-from tests.checkpoint.test_store import config
+from tests.world.config import run_config as config
 
 
 @pytest.mark.parametrize(("rate", "bound_s"), [(1.0, 607.5), (0.5, 615.0)])

@@ -41,11 +41,27 @@ def writing(tmp_path: Path, said: list[str], timeout_s: float) -> tuple[Checkpoi
     return Checkpointer(store, trainer, **more), trainer
 
 
+async def take(checkpointer: Checkpointer, step: int = 4) -> None:
+    await checkpointer.take(lambda _: cut(step))
+    await checkpointer.settled()
+
+
+def blocked_commit(checkpointer: Checkpointer) -> tuple[threading.Event, threading.Event]:
+    """Set when a commit has begun, and to be set for it to go on."""
+    committing, go_on = threading.Event(), threading.Event()
+
+    def sync() -> None:
+        committing.set()
+        go_on.wait(20)
+
+    checkpointer.sync = sync
+    return committing, go_on
+
+
 async def test_a_checkpoint_that_takes_too_long_is_reported_with_its_bound(tmp_path: Path) -> None:
     said: list[str] = []
     checkpointer, _ = writing(tmp_path, said, 0.01)
-    await checkpointer.take(lambda captured: cut(captured.step))
-    await checkpointer.settled()
+    await take(checkpointer)
     assert said == [
         "no checkpoint of step 4, the run goes on: "
         "it took longer than 0.01 s, for which checkpoint.timeout_s and "
@@ -91,8 +107,7 @@ async def test_a_failure_of_any_kind_is_counted_and_the_next_checkpoint_is_taken
 
     checkpointer.sync = sync
     for step in (4, 8):
-        await checkpointer.take(lambda _, step=step: cut(step))  # type: ignore[misc]
-        await checkpointer.settled()
+        await take(checkpointer, step)
     assert said[0].endswith("the run goes on: ValueError: write to closed file")
     assert (checkpointer.metrics["checkpoint/failures"], checkpointer.store.steps()) == (1, [8])
 
@@ -113,13 +128,7 @@ async def test_what_is_abandoned_while_it_is_committed_is_a_checkpoint_first(
     tmp_path: Path,
 ) -> None:
     checkpointer, trainer = writing(tmp_path, [], 20)
-    committing, go_on = threading.Event(), threading.Event()
-
-    def sync() -> None:
-        committing.set()
-        assert go_on.wait(20)
-
-    checkpointer.sync = sync
+    committing, go_on = blocked_commit(checkpointer)
     trainer.written.set()
     await checkpointer.take(lambda captured: cut(captured.step))
     await asyncio.to_thread(committing.wait, 20)
@@ -136,8 +145,7 @@ async def test_what_is_committed_after_its_timeout_is_told_as_a_checkpoint(tmp_p
     checkpointer.written = lambda step, folder: told.append((step, folder))
     loop.call_later(1.5, late.set)  # a slow machine writes within the first second
     trainer.written.set()
-    await checkpointer.take(lambda captured: cut(captured.step))
-    await checkpointer.settled()
+    await take(checkpointer)
     assert checkpointer.store.steps() == [4]
     assert said == ["checkpoint of step 4, though: it was late"]
     assert told == [(4, checkpointer.store.folder / "step_4")]
@@ -154,13 +162,7 @@ async def test_a_disk_that_does_not_answer_is_an_error_when_a_checkpoint_is_aban
     tmp_path: Path,
 ) -> None:
     checkpointer, trainer = writing(tmp_path, [], 20)
-    committing, go_on = threading.Event(), threading.Event()
-
-    def sync() -> None:
-        committing.set()
-        go_on.wait(20)
-
-    checkpointer.sync = sync
+    committing, go_on = blocked_commit(checkpointer)
     trainer.written.set()
     await checkpointer.take(lambda captured: cut(captured.step))
     await asyncio.to_thread(committing.wait, 20)
@@ -175,8 +177,7 @@ async def test_after_an_abandoned_checkpoint_the_next_one_is_taken(tmp_path: Pat
     await trainer.begun.wait()
     await checkpointer.abandon(20)
     trainer.written.set()
-    await checkpointer.take(lambda captured: cut(8))
-    await checkpointer.settled()
+    await take(checkpointer, 8)
     assert checkpointer.store.steps() == [8]
 
 
@@ -204,11 +205,6 @@ async def test_the_checkpoint_that_is_being_evaluated_stays_until_its_value_is_k
     taking.evaluating = lambda: None
     await take(taking, 20)
     assert taking.store.steps() == [16, 20]
-
-
-async def take(checkpointer: Checkpointer, step: int) -> None:
-    await checkpointer.take(lambda _: cut(step))
-    await checkpointer.settled()
 
 
 async def test_an_evaluation_that_is_cancelled_changes_no_value_afterwards(

@@ -11,35 +11,24 @@ import pytest
 from async_opd.checkpoint.evaluated import EvaluatedSteps, measure_of, value_of
 from async_opd.core.errors import CheckpointError
 from async_opd.core.row import Row
-from tests.checkpoint.test_store import config
+from tests.world.config import run_config as config
 
 METRICS = {"eval/sort/accuracy": 0.5, "eval/reverse/accuracy": 0.9, "eval/seconds": 3.0}
 
 
-def test_a_metric_has_its_own_value() -> None:
-    assert value_of("eval/sort/accuracy", METRICS) == 0.5
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("eval/sort/accuracy", 0.5), ("eval/*/accuracy", 0.7), ("eval/math/accuracy", None)],
+)
+def test_a_metric_has_its_own_value_and_a_pattern_the_mean(name: str, value: float | None) -> None:
+    assert value_of(name, METRICS) == (value and pytest.approx(value))
 
 
-def test_a_pattern_has_the_mean_of_what_it_matches() -> None:
-    assert value_of("eval/*/accuracy", METRICS) == pytest.approx(0.7)
-
-
-def test_an_evaluation_without_the_metric_has_no_value() -> None:
-    assert value_of("eval/*/accuracy", {"eval_initial/sort/accuracy": 0.5}) is None
-
-
-def test_values_are_read_as_they_were_added(tmp_path: Path) -> None:
+def test_values_are_read_as_they_were_added_the_later_one_of_a_step(tmp_path: Path) -> None:
     steps = EvaluatedSteps(tmp_path / "checkpoints" / "evaluated.json")
-    steps.add(4, 0.25)
-    steps.add(8, 0.5)
-    assert steps.values() == {4: 0.25, 8: 0.5}
-
-
-def test_a_step_that_is_evaluated_again_has_the_later_value(tmp_path: Path) -> None:
-    steps = EvaluatedSteps(tmp_path / "evaluated.json")
-    steps.add(4, 0.25)
-    steps.add(4, 0.5)
-    assert steps.values() == {4: 0.5}
+    for step, value in ((4, 0.25), (8, 0.5), (4, 0.75)):
+        steps.add(step, value)
+    assert steps.values() == {4: 0.75, 8: 0.5}
 
 
 def test_values_whose_rows_were_cut_are_forgotten(tmp_path: Path) -> None:
@@ -50,18 +39,15 @@ def test_values_whose_rows_were_cut_are_forgotten(tmp_path: Path) -> None:
     assert steps.values() == {4: 0.25}
 
 
-def test_values_of_another_measure_are_not_compared(tmp_path: Path) -> None:
+def test_values_of_another_measure_are_not_compared_and_at_a_resume_forgotten_and_counted(
+    tmp_path: Path,
+) -> None:
     EvaluatedSteps(tmp_path / "evaluated.json", "greedy").add(4, 0.9)
     sampled = EvaluatedSteps(tmp_path / "evaluated.json", "sampled")
     assert sampled.values() == {}
+    assert (sampled.forget_others({4}), sampled.forget_others({4})) == (1, 0)
     sampled.add(8, 0.1)
     assert sampled.values() == {8: 0.1}
-
-
-def test_values_of_another_measure_are_forgotten_and_counted_at_a_resume(tmp_path: Path) -> None:
-    EvaluatedSteps(tmp_path / "evaluated.json", "greedy").add(4, 0.9)
-    sampled = EvaluatedSteps(tmp_path / "evaluated.json", "sampled")
-    assert (sampled.forget_others({4}), sampled.forget_others({4})) == (1, 0)
 
 
 ROW = Row("0:0", "sort", "sort 21=", "12", {})

@@ -36,8 +36,9 @@ from async_opd.files.remote import RemoteFile
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Status, Summary
-from tests.checkpoint.test_store import ROWS, config, cut
+from tests.checkpoint.test_store import ROWS, cut
 from tests.properties import examples
+from tests.world.config import run_config as config
 
 URL = "memory://bucket/run"
 IDENTITY = identity(config(), ROWS)
@@ -95,9 +96,24 @@ def taken(url: str, into: Path) -> tuple[int, bytes, bytes]:
     """Step, weights and the journal up to the checkpoint, of what a resume takes from the URL."""
     take_mirrored(url, into, IDENTITY)
     newest = Checkpoints(into / "checkpoints", 2).newest(pytest.fail)
-    assert newest is not None
     ledger = (into / LEDGER).read_bytes()[: newest.cut.files[LEDGER]]
     return newest.cut.step, (newest.folder / "trainer.safetensors").read_bytes(), ledger
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalRun:
+    """A run with a checkpoint of step 2, which nothing mirrors yet."""
+    made = LocalRun(tmp_path / "run")
+    made.train(2)
+    return made
+
+
+@pytest.fixture
+def mirrored(run: LocalRun) -> LocalRun:
+    """The run with the steps 2 and 4, which are mirrored."""
+    run.train(4)
+    sync(run)
+    return run
 
 
 def sync(run: LocalRun, url: str = URL) -> None:
@@ -108,22 +124,24 @@ def summary(status: Status) -> Summary:
     return Summary(status, None, 1, 1.0, Path())
 
 
-def test_what_is_taken_is_what_was_mirrored(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
-    run.train(4)
-    sync(run)
+def ends(run: LocalRun, status: Status = "completed") -> None:
+    """With a model and a summary, which are mirrored."""
+    (run.folder / "model").mkdir()
+    (run.folder / "model" / "config.json").write_text("{}")
+    (run.folder / "summary.json").write_text(json.dumps({"status": status}))
+    assert run.mirror().close(summary(status)) is None
+
+
+def test_what_is_taken_is_what_was_mirrored(mirrored: LocalRun, tmp_path: Path) -> None:
     step, weights, ledger = taken(URL, tmp_path / "other")
-    assert (step, ledger) == (4, run.ledgers[weights])
+    assert (step, ledger) == (4, mirrored.ledgers[weights])
     assert RunCopies.at(URL).steps() == [2, 4]
     found = {path.name for path in (tmp_path / "other").iterdir()}
     assert found == {LEDGER, "checkpoints"}
 
 
 @pytest.mark.parametrize("name", [END, "step_7"])
-def test_a_mirror_whose_url_ends_like_a_copys_is_read_too(tmp_path: Path, name: str) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
+def test_a_mirror_whose_url_ends_like_a_copys_is_read_too(run: LocalRun, name: str) -> None:
     sync(run, f"memory://bucket/{name}")
     with run_at(f"memory://bucket/{name}") as folder:
         assert (folder / LEDGER).read() == (run.folder / LEDGER).read_bytes()
@@ -232,13 +250,9 @@ def test_whenever_it_is_killed_the_newest_complete_copy_is_a_checkpoint_with_its
                 assert weights == f"the weights of checkpoint {run.made}".encode()
 
 
-def test_a_run_that_went_back_leaves_no_newer_copy(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
-    run.train(4)
-    sync(run)
-    run.roll_back()
-    sync(run)
+def test_a_run_that_went_back_leaves_no_newer_copy(mirrored: LocalRun) -> None:
+    mirrored.roll_back()
+    sync(mirrored)
     assert RunCopies.at(URL).steps() == [2]
 
 
@@ -262,32 +276,24 @@ def copied_teachers(run: LocalRun, written: str) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for step in RunCopies.at(URL).steps():
         copy = RunCopies.at(URL).complete(f"step_{step}")
-        assert copy is not None
         found[step] = {name.split("/")[1] for name in copy.files if name.startswith("teachers/")}
     return found
 
 
-def test_a_copy_has_the_teachers_of_its_own_checkpoint_only(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
+def test_a_copy_has_the_teachers_of_its_own_checkpoint_only(run: LocalRun) -> None:
     run.train(5)
     assert copied_teachers(run, "version_6") == {2: {"version_2"}, 5: {"version_4"}}
 
 
-def test_the_copy_of_the_end_has_no_teachers(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
+def test_the_copy_of_the_end_has_no_teachers(run: LocalRun) -> None:
     (run.folder / "teachers" / "version_2").mkdir(parents=True)
     (run.folder / "teachers" / "version_2" / "model.safetensors").touch()
     assert run.mirror().close(summary("completed")) is None
     end = RunCopies.at(URL).complete(END)
-    assert end is not None
     assert not any(name.startswith("teachers/") for name in end.files)
 
 
-def test_a_run_directory_that_is_gone_removes_no_copy(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
+def test_a_run_directory_that_is_gone_removes_no_copy(run: LocalRun, tmp_path: Path) -> None:
     sync(run)
     run.folder.rename(tmp_path / "elsewhere")
     sync(run)
@@ -333,23 +339,15 @@ def test_folders_that_no_mirror_wrote_are_refused(tmp_path: Path) -> None:
         take_mirrored(URL, run.folder, IDENTITY)
 
 
-def test_a_copy_replaces_a_damaged_checkpoint_of_its_step(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
-    run.train(4)
-    sync(run)
-    (run.store.folder / "step_4" / "trainer.safetensors").write_bytes(b"a broken disk")
-    assert "step 4 is taken" in take_mirrored(URL, run.folder, IDENTITY)[-1]
-    assert load(run.store.folder / "step_4").cut.step == 4
+def test_a_copy_replaces_a_damaged_checkpoint_of_its_step(mirrored: LocalRun) -> None:
+    (mirrored.store.folder / "step_4" / "trainer.safetensors").write_bytes(b"a broken disk")
+    assert "step 4 is taken" in take_mirrored(URL, mirrored.folder, IDENTITY)[-1]
+    assert load(mirrored.store.folder / "step_4").cut.step == 4
 
 
 def test_a_changed_copy_is_skipped_and_without_a_whole_one_the_resume_is_refused(
-    tmp_path: Path,
+    mirrored: LocalRun, tmp_path: Path
 ) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
-    run.train(4)
-    sync(run)
     copies = RunCopies.at(URL)
     (copies.place / "step_4/checkpoints/step_4/trainer.safetensors").write(b"other weights")
     notes = take_mirrored(URL, tmp_path / "one", IDENTITY)
@@ -361,12 +359,8 @@ def test_a_changed_copy_is_skipped_and_without_a_whole_one_the_resume_is_refused
 
 
 def test_a_store_that_does_not_answer_refuses_the_resume_and_takes_no_older_copy(
-    tmp_path: Path,
+    mirrored: LocalRun, tmp_path: Path
 ) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
-    run.train(4)
-    sync(run)
     with (
         patch.object(RemoteFile, "download", side_effect=ConnectionError("gone")),
         pytest.raises(CheckpointError, match="cannot be read: gone"),
@@ -377,10 +371,8 @@ def test_a_store_that_does_not_answer_refuses_the_resume_and_takes_no_older_copy
 @pytest.mark.parametrize(
     "name", ["../x.json", "/x.json", "checkpoints/../../x.json", ".x.json", "x.py", "a/b.json"]
 )
-def test_no_name_in_a_copy_leads_out_of_the_run_directory(tmp_path: Path, name: str) -> None:
+def test_no_name_in_a_copy_leads_out_of_the_run_directory(run: LocalRun, name: str) -> None:
     assert not may_be_copied(name)
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
     sync(run)
     listing = RunCopies.at(URL).place / "step_2" / LISTING
     files = json.loads(listing.read(10**6))
@@ -388,10 +380,8 @@ def test_no_name_in_a_copy_leads_out_of_the_run_directory(tmp_path: Path, name: 
     assert RunCopies.at(URL).newest() is None
 
 
-def test_a_new_run_is_refused_where_another_one_is_mirrored(tmp_path: Path) -> None:
+def test_a_new_run_is_refused_where_another_one_is_mirrored(run: LocalRun) -> None:
     refuse_mirrored(URL)
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
     sync(run)
     with pytest.raises(ConfigError, match="holds an earlier run"):
         refuse_mirrored(URL)
@@ -453,25 +443,16 @@ def test_a_failure_is_a_warning_and_is_mended_by_the_next_checkpoint(tmp_path: P
 
 
 def test_the_end_has_the_results_and_a_resume_elsewhere_finds_the_run_completed(
-    tmp_path: Path,
+    run: LocalRun, tmp_path: Path
 ) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
-    (run.folder / "model").mkdir()
-    (run.folder / "model" / "config.json").write_text("{}")
-    (run.folder / "summary.json").write_text('{"status": "completed"}')
-    assert run.mirror().close(summary("completed")) is None
+    ends(run)
     take_mirrored(URL, tmp_path / "other", IDENTITY)
     assert is_completed(tmp_path / "other")
     assert (tmp_path / "other/model/config.json").read_text() == "{}"
 
 
 def completed_without_checkpoints(folder: Path) -> None:
-    run = LocalRun(folder)
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
-    (folder / "summary.json").write_text('{"status": "completed"}')
-    assert run.mirror().close(summary("completed")) is None
+    ends(LocalRun(folder))
 
 
 def test_a_run_that_completed_without_checkpoints_is_completed_elsewhere(tmp_path: Path) -> None:
@@ -481,10 +462,10 @@ def test_a_run_that_completed_without_checkpoints_is_completed_elsewhere(tmp_pat
     assert not (tmp_path / "other/.mirror.partial").exists()
 
 
-def test_the_end_of_another_run_without_checkpoints_is_not_removed(tmp_path: Path) -> None:
+def test_the_end_of_another_run_without_checkpoints_is_not_removed(
+    run: LocalRun, tmp_path: Path
+) -> None:
     completed_without_checkpoints(tmp_path / "other")
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
     with pytest.raises(ConfigError, match="holds another run"):
         take_mirrored(URL, run.folder, IDENTITY)
     assert not is_completed(run.folder)
@@ -498,14 +479,9 @@ def test_a_changed_end_without_checkpoints_refuses_the_resume(tmp_path: Path) ->
 
 
 def test_of_an_interrupted_run_no_model_is_taken_and_a_resumed_one_removes_its_end(
-    tmp_path: Path,
+    run: LocalRun, tmp_path: Path
 ) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
-    (run.folder / "model").mkdir()
-    (run.folder / "model" / "config.json").write_text("{}")
-    (run.folder / "summary.json").write_text('{"status": "interrupted"}')
-    assert run.mirror().close(summary("interrupted")) is None
+    ends(run, "interrupted")
     take_mirrored(URL, tmp_path / "other", IDENTITY)
     assert (tmp_path / "other/summary.json").exists()
     assert not (tmp_path / "other/model").exists()
@@ -513,9 +489,7 @@ def test_of_an_interrupted_run_no_model_is_taken_and_a_resumed_one_removes_its_e
     assert RunCopies.at(URL).complete(END) is None
 
 
-def test_a_completed_run_without_its_end_at_the_url_has_failed(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
+def test_a_completed_run_without_its_end_at_the_url_has_failed(run: LocalRun) -> None:
     mirror = run.mirror()
     refused = patch.object(RemoteFile, "upload", side_effect=PermissionError("no quota"))
     with refused, RunLog(config(), run.folder, sinks=[], viewers=[mirror]) as log:
@@ -550,9 +524,7 @@ def test_an_older_checkpoint_that_is_damaged_keeps_no_newer_one_from_the_url(
     ]
 
 
-def test_a_damaged_older_checkpoint_is_uploaded_once(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
+def test_a_damaged_older_checkpoint_is_uploaded_once(run: LocalRun) -> None:
     run.train(4)
     damaged(run, 2)
     mirror = run.mirror()
@@ -562,9 +534,7 @@ def test_a_damaged_older_checkpoint_is_uploaded_once(tmp_path: Path) -> None:
     assert mirror.metrics["mirror/failures"] == 1
 
 
-def test_a_run_whose_newest_checkpoint_is_damaged_has_no_complete_copy(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
+def test_a_run_whose_newest_checkpoint_is_damaged_has_no_complete_copy(run: LocalRun) -> None:
     damaged(run, 2)
     with pytest.raises(StageError, match=r"is not as its manifest.json says"):
         run.mirror().close(summary("completed"))
@@ -578,7 +548,6 @@ def test_an_upload_that_hangs_is_waited_for_within_a_bound(tmp_path: Path) -> No
     with patch.object(RemoteFile, "upload", side_effect=lambda source: answer.wait(60)):
         mirror.start()
         note = mirror.close(summary("interrupted"))
-        assert note is not None
         assert "not uploaded in 0.05 s" in note
         with pytest.raises(StageError, match="not uploaded in"):
             mirror.close(summary("completed"))
@@ -609,10 +578,8 @@ def test_a_signal_ends_the_wait_for_the_last_upload(tmp_path: Path) -> None:
 
 
 def test_keys_in_a_stores_error_are_hidden_in_run_log_summary_and_standard_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: LocalRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(2)
     mirror = run.mirror()
     words = "s3://user:s3cr3t-of-mine@bucket/run refused AKIAABCDEFGHIJKLMNOP"
     refused = patch.object(RemoteFile, "upload", side_effect=PermissionError(words))

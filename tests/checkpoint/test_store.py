@@ -17,12 +17,12 @@ from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import cut_files, evaluated_steps, identity, refuse_changes
 from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load, superseded
-from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.core.row import Row
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.grading.evaluation_files import EVALS
+from tests.world.config import run_config as config
 
 
 def cut(step: int) -> Cut:
@@ -46,34 +46,29 @@ def refused(message: str) -> Any:
 
 def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
     newest = written(tmp_path, 4).newest(refused)
-    assert newest is not None
     assert newest.cut == cut(4)
 
 
-def test_the_newest_few_are_kept(tmp_path: Path) -> None:
-    assert written(tmp_path, 2, 4, 10, keep=2).steps() == [4, 10]
-
-
-def test_the_one_with_the_best_evaluation_is_kept_too(tmp_path: Path) -> None:
-    store = written(tmp_path, 2, 4, keep=1)
+def test_the_newest_few_and_the_one_with_the_best_evaluation_are_kept(tmp_path: Path) -> None:
+    assert written(tmp_path / "few", 2, 4, 10, keep=2).steps() == [4, 10]
+    best = tmp_path / "best"
+    store = written(best, 2, 4, keep=1)
     store.evaluated.add(4, 0.9)
-    written(tmp_path, 6, 8, keep=1)
+    written(best, 6, 8, keep=1)
     store.evaluated.add(8, 0.8)
-    assert (written(tmp_path, 10, keep=1).steps(), store.best()) == ([4, 10], 4)
+    assert (written(best, 10, keep=1).steps(), store.best()) == ([4, 10], 4)
 
 
-def test_of_equal_evaluations_the_newest_is_the_best(tmp_path: Path) -> None:
-    store = written(tmp_path, 2, 4, 6, keep=3)
-    for step in (2, 4):
-        store.evaluated.add(step, 0.9)
-    assert store.best() == 4
-
-
-def test_the_best_is_one_that_has_a_checkpoint(tmp_path: Path) -> None:
-    store = written(tmp_path, 2)
-    store.evaluated.add(2, 0.1)
-    store.evaluated.add(4, 0.9)
-    assert store.best() == 2
+@pytest.mark.parametrize(
+    ("steps", "values", "best"), [((2, 4, 6), {2: 0.9, 4: 0.9}, 4), ((2,), {2: 0.1, 4: 0.9}, 2)]
+)
+def test_the_best_is_the_newest_of_equal_ones_that_have_a_checkpoint(
+    tmp_path: Path, steps: tuple[int, ...], values: dict[int, float], best: int
+) -> None:
+    store = written(tmp_path, *steps, keep=3)
+    for step, value in values.items():
+        store.evaluated.add(step, value)
+    assert store.best() == best
 
 
 def test_values_that_cannot_be_read_are_reported_and_no_checkpoint_is_lost(tmp_path: Path) -> None:
@@ -98,16 +93,13 @@ def test_a_resume_tells_that_earlier_values_are_of_another_evaluation(tmp_path: 
     assert store.best() is None
 
 
-def test_a_rollback_removes_the_checkpoints_after_its_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("back", "left"), [(4, [2, 4]), (1, [2])])
+def test_a_rollback_removes_the_checkpoints_after_its_step_but_not_the_oldest(
+    tmp_path: Path, back: int, left: list[int]
+) -> None:
     store = written(tmp_path, 2, 4, 6, keep=3)
-    store.roll_back(4)
-    assert store.steps() == [2, 4]
-
-
-def test_a_rollback_before_the_oldest_checkpoint_leaves_that_one(tmp_path: Path) -> None:
-    store = written(tmp_path, 4, 6)
-    store.roll_back(2)
-    assert store.steps() == [4]
+    store.roll_back(back)
+    assert store.steps() == left
 
 
 def test_a_run_that_may_roll_back_keeps_a_checkpoint_from_before_the_window(
@@ -144,7 +136,6 @@ def test_what_was_never_finished_is_not_loaded_and_is_removed(tmp_path: Path) ->
     store = written(tmp_path, 2)
     (store.begin(4) / CUT).write_text("{}")
     newest = store.newest(refused)
-    assert newest is not None
     assert newest.cut.step == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
 
@@ -154,17 +145,9 @@ def test_a_damaged_one_is_passed_over_with_a_message_and_kept_for_a_look(tmp_pat
     (tmp_path / "step_4" / "trainer.safetensors").write_bytes(b"short")
     told: list[str] = []
     newest = store.newest(told.append)
-    assert newest is not None
     assert (newest.cut.step, store.steps()) == (2, [2])
     assert "trainer.safetensors was changed or cut off" in told[0]
     assert (tmp_path / "step_4.damaged").is_dir()
-
-
-def test_a_file_too_many_is_damage(tmp_path: Path) -> None:
-    written(tmp_path, 2)
-    (tmp_path / "step_2" / "payload.pkl").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="missing or unexpected"):
-        load(tmp_path / "step_2")
 
 
 @pytest.mark.parametrize(("name", "size"), [("of_nobody", 1), ("trainer.safetensors", 99)])
@@ -189,10 +172,13 @@ def test_a_checkpoint_without_the_file_of_a_rank_is_not_committed(tmp_path: Path
     assert store.steps() == [2]
 
 
-def test_a_checkpoint_under_another_step_is_damage(tmp_path: Path) -> None:
+def test_a_file_too_many_and_another_step_are_damage(tmp_path: Path) -> None:
     written(tmp_path, 2)
     (tmp_path / "step_2").rename(tmp_path / "step_9")
     with pytest.raises(CheckpointError, match=r"its cut\.json is of step 2"):
+        load(tmp_path / "step_9")
+    (tmp_path / "step_9" / "payload.pkl").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="missing or unexpected"):
         load(tmp_path / "step_9")
 
 
@@ -220,15 +206,6 @@ def test_no_changed_byte_and_no_lost_end_is_loaded_as_something_else(data: st.Da
 ROWS = [[Row("0:0", "a", "1+1=", "2", {})]]
 
 
-def config(**changes: Any) -> RunConfig:
-    tree = {
-        "student": {"model": "s"},
-        "teachers": {"a": {"model": "a"}},
-        "data": {"train": "rows.jsonl"},
-    }
-    return RunConfig.model_validate(tree | changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -239,7 +216,7 @@ def config(**changes: Any) -> RunConfig:
         ({"async": {"sync_steps": 8}}, "async.sync_steps"),
         ({"seed": 1}, "seed"),
         ({"rollout": {"n": 2}}, "rollout.n"),
-        ({"teachers": {"a": {"model": "b"}}}, "teachers.a.model"),
+        ({"teachers": {"t": {"model": "b"}}}, "teachers.t.model"),
     ],
 )
 def test_what_is_learned_may_not_change(changes: dict[str, Any], key: str) -> None:
@@ -252,7 +229,7 @@ def test_what_is_learned_may_not_change(changes: dict[str, Any], key: str) -> No
     "changes",
     [
         {"rollout": {"replicas": 3, "concurrency": 8}},
-        {"teachers": {"a": {"model": "a", "replicas": 2, "engine": {"max_num_seqs": 8}}}},
+        {"teachers": {"t": {"model": "t", "replicas": 2, "engine": {"max_num_seqs": 8}}}},
         {"timeouts": {"stall_s": 5}, "log": {"wandb": "off"}, "run_dir": "d", "name": "n"},
         {"train": {"attention": "sdpa", "peak_tflops": 900.0}},
         {"checkpoint": {"every": 1}, "queue": {"max_mib": 7}, "eval": {"every": 0}},

@@ -143,7 +143,6 @@ def test_a_store_that_hangs_is_waited_for_within_a_bound(run: LocalRun) -> None:
     with patch.object(RunCopies, "claim", lambda *_: answer.wait(60)):
         warning = run.mirror().roll_back(0.05)
         answer.set()
-    assert warning is not None
     assert "does not have the rollback yet: no answer within 0.05 s" in warning
     assert f"resume the run only in {run.folder}" in warning
 
@@ -154,7 +153,6 @@ def test_a_run_that_was_killed_in_a_rollback_leaves_the_step_without_a_mirror_to
     record(run, to=2)
     notes: list[str] = []
     found = run.store.newest(notes.append)
-    assert found is not None
     assert found.cut.step == 2
     assert notes == ["the run has gone on without step 4: it is skipped, and is now step_4.left"]
 

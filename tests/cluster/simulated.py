@@ -83,27 +83,19 @@ def build_trainer(config: RunConfig, device: str, queue: Queue, speed: TrainPlan
 
 def config(run_dir: Path, **sections: Any) -> RunConfig:
     """Two replicas of the student and two of the teacher ``t``."""
-    return RunConfig.model_validate(
-        {
-            "name": "simulated",
-            "run_dir": str(run_dir),
-            "student": {"model": "simulated"},
-            "teachers": {
-                "t": {"model": "simulated", "replicas": 2, "engine": {"max_num_seqs": 16}}
-            },
-            "data": {"train": "none.jsonl"},
-            "rollout": {
-                "replicas": 2,
-                "n": 1,
-                "max_tokens": 64,
-                "engine": {"max_num_seqs": 16},
-            },
-            "eval": {"every": 0},
-            "cluster": {"device": "cpu"},
-            "log": {"console": "off", "wandb": "off"},
-            **sections,
-        }
-    )
+    engine = {"engine": {"max_num_seqs": 16}}
+    smallest = {
+        "name": "simulated",
+        "run_dir": str(run_dir),
+        "student": {"model": "simulated"},
+        "teachers": {"t": {"model": "simulated", "replicas": 2, **engine}},
+        "data": {"train": "none.jsonl"},
+        "rollout": {"replicas": 2, "n": 1, "max_tokens": 64, **engine},
+        "eval": {"every": 0},
+        "cluster": {"device": "cpu"},
+        "log": {"console": "off", "wandb": "off"},
+    }
+    return RunConfig.model_validate(smallest | sections)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from async_opd.cluster.watching.nodes import ANSWER_S, VERDICT_S, Node, lost_nod
 from async_opd.cluster.watching.watch import HEAD_S, RECONNECT, WATCH_S, ClusterWatch, left_s
 from async_opd.core.errors import HeadLost, StageError
 from async_opd.waiting.deadline import Deadline
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer, settle
 
 B = Node("machine-b (10.0.0.2)", "10.0.0.2", 1, True)
 C = Node("machine-c (10.0.0.3)", "10.0.0.3", 1, True)
@@ -28,8 +28,9 @@ class World:
         self.nodes: Mapping[str, Node] = {"b": B, "c": C}
         self.silent = False
         self.lines: list[str] = []
-        clock = lambda: self.timer.now  # noqa: E731
-        self.watch = ClusterWatch(self.lines.append, placement, self.ask, self.timer, clock)
+        self.watch = ClusterWatch(
+            self.lines.append, placement, self.ask, self.timer, self.timer.clock
+        )
 
     async def ask(self) -> Mapping[str, Node]:
         if self.silent:
@@ -41,26 +42,25 @@ class World:
         await self.watch.look()
 
 
-async def test_a_lost_node_is_one_line_with_its_name_and_rays_reason() -> None:
+NODE_C = "cluster: machine-c (10.0.0.3)"
+
+
+@pytest.mark.parametrize(
+    ("looks", "line"),
+    [
+        ([{}, {}, *[{"b": B, "c": LOST_C}] * 2], f"{NODE_C} is lost: health check failed"),
+        ([{}, {"b": B}], f"{NODE_C} is lost"),
+        ([{"b": B}, {"b": B, "d": C}, {}], f"{NODE_C} has joined"),
+    ],
+    ids=["lost", "forgotten by Ray", "joined"],
+)
+async def test_a_node_that_is_lost_or_joins_is_one_line_and_those_at_the_start_none(
+    looks: list[dict[str, Node]], line: str
+) -> None:
     world = World()
-    for nodes in ({}, {}, {"b": B, "c": LOST_C}, {"b": B, "c": LOST_C}):
+    for nodes in looks:
         await world.look(**nodes)
-    assert world.lines == ["cluster: machine-c (10.0.0.3) is lost: health check failed"]
-
-
-async def test_a_node_that_ray_has_forgotten_is_lost_too() -> None:
-    world = World()
-    await world.look()
-    await world.look(b=B)
-    assert world.lines == ["cluster: machine-c (10.0.0.3) is lost"]
-
-
-async def test_a_node_that_joins_is_one_line_and_those_at_the_start_none() -> None:
-    world = World()
-    await world.look(b=B)
-    await world.look(b=B, d=C)
-    await world.look()
-    assert world.lines == ["cluster: machine-c (10.0.0.3) has joined"]
+    assert world.lines == [line]
 
 
 async def test_a_silent_head_is_one_line_at_once_and_the_end_of_the_run_after_a_bound() -> None:
@@ -71,8 +71,7 @@ async def test_a_silent_head_is_one_line_at_once_and_the_end_of_the_run_after_a_
     while world.timer.now < HEAD_S:
         assert not watching.done()
         world.timer.advance(WATCH_S)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await settle(3)
     world.timer.advance(WATCH_S)
     with pytest.raises(HeadLost, match=r"not answered for 20 s: .*refused(?s:.*)--resume"):
         await watching
@@ -103,8 +102,7 @@ class Hanging:
 async def test_a_head_that_is_lost_while_it_is_asked_about_gpus_is_silent() -> None:
     world = World(Hanging())
     looking = asyncio.create_task(world.look())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await settle(2)
     world.timer.advance(2 * ANSWER_S)
     await looking
     assert world.lines[0].startswith("cluster: the head's answer about GPUs took longer than 10 s")
@@ -148,8 +146,7 @@ class Silence:
         asked = asyncio.create_task(lost_node("c", self.ask, self.answers, self.timer))
         while not asked.done():
             assert self.timer.now <= VERDICT_S
-            for _ in range(9):
-                await asyncio.sleep(0)
+            await settle(9)
             self.timer.advance(1)
         return await asked
 

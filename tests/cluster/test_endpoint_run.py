@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -53,34 +52,22 @@ def served(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return running.end()
 
 
-def test_a_run_with_a_server_as_teacher_exits_0(served: Run) -> None:
-    assert (served.code, served.summary["status"]) == (0, "completed"), served.output
-
-
 def test_the_server_answers_its_task_as_its_model_does(served: Run) -> None:
+    assert (served.code, served.summary["status"]) == (0, "completed"), served.output
     assert served.summary["eval_teacher/sort/accuracy"] >= 0.97
+    assert "kind: endpoint" in (served.directory / "config.yaml").read_text()
 
 
 def test_all_samples_were_trained_although_the_server_was_killed(served: Run) -> None:
     states = ("trained", "in_flight", "dead_lettered")
     assert [served.summary[f"ledger/{s}"] for s in states] == [STEPS * 128, 0, 0]
-
-
-def test_the_log_says_that_the_server_was_away_and_serves_again(served: Run) -> None:
     log = (served.directory / "run.log").read_text()
     assert "teacher sort/0 is ejected" in log
     assert "teacher sort/0 serves again" in log
 
 
-def test_the_key_is_in_no_file_of_the_run(served: Run) -> None:
+def test_the_key_is_neither_in_a_file_of_the_run_nor_in_its_output(served: Run) -> None:
     files = [path for path in served.directory.rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
-
-
-def test_the_key_is_not_in_the_output(served: Run) -> None:
     assert KEY not in served.output
-
-
-def test_its_config_names_the_kind(served: Run) -> None:
-    assert "kind: endpoint" in (Path(served.directory) / "config.yaml").read_text()

@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from async_opd.cluster import rollouter_actor
-from async_opd.core.reports import Interval, StageReport
+from async_opd.cluster.rollouter_actor import StartedReplica
+from async_opd.core.reports import Interval
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import SamplingSpec
 from tests.cluster import test_rollouter_actor as stages
-from tests.conftest import make_rollout
+from tests.world.clock import settle
+from tests.world.students import FakeReplica
 
 ASKED = [Prompt(uid, "t", "t", stages.PROMPTS[0].token_ids) for uid in ("p", "q", "r", "s")]
 
 
-class Answering(stages.Student):
-    """Answers when ``goes_on`` is set, with the version that it had when it was asked."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.goes_on = asyncio.Event()
-        self.asked: list[int] = []
-
-    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        version = self.version
-        self.asked.append(version)
-        await self.goes_on.wait()
-        await self.alive()
-        return [make_rollout(f"{prompt.uid}/0", version=version) for prompt in prompts]
-
-    async def report(self) -> StageReport:
-        busy = Interval("generate", 1.0, 4.0, self.name)
-        return StageReport({"tokens": 8.0}, busy=(busy,))
+def answering(name: str, goes_on: bool = False) -> FakeReplica:
+    """It answers when it goes on, with the version that it had when it was asked."""
+    made = FakeReplica(name, holds=("generate",))
+    made.counters, made.busy = {"tokens": 8.0}, (Interval("generate", 1.0, 4.0, name),)
+    if goes_on:
+        made.goes_on.set()
+    return made
 
 
 class World(stages.World):
     """Two students, and two that only evaluate: members 2 and 3 for the driver."""
 
     def __init__(self) -> None:
-        self.evaluators = [Answering("eval/0"), Answering("eval/1")]
-        students = [stages.Student("student/0"), stages.Student("student/1")]
+        self.evaluators = [answering("eval/0"), answering("eval/1")]
+        students = [FakeReplica("student/0"), FakeReplica("student/1")]
         super().__init__(*students, *self.evaluators)
 
     async def synced(self, version: int) -> None:
@@ -70,7 +58,7 @@ async def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def evaluating(world: World) -> asyncio.Task[list[Rollout]]:
     task = asyncio.create_task(world.service.generate(ASKED, stages.GREEDY))
-    await stages.settled()
+    await settle()
     return task
 
 
@@ -103,32 +91,36 @@ async def test_weight_syncs_go_on_during_an_evaluation_which_keeps_its_version(
     assert versions(await task) == {1}
 
 
-async def test_answers_of_two_versions_are_no_evaluation_and_it_begins_anew(world: World) -> None:
+async def test_answers_of_two_versions_are_not_an_evaluation_and_it_begins_anew(
+    world: World,
+) -> None:
     first, second = world.evaluators
     await world.synced(1)
     task = await evaluating(world)
     await world.synced(2)
-    second.over.set()
+    second.die()
     await rebuilt(world, 3)
     first.goes_on.set()
     assert versions(await asyncio.wait_for(task, 5)) == {2}
-    assert first.asked == [1, 1, 2]  # its own prompts, some of the other's, and all anew
+    assert [version for call, version in first.calls if call == "generate"] == [
+        1,
+        1,
+        2,
+    ]  # its own prompts, some of the other's, and all anew
 
 
-async def rebuilt(world: World, index: int) -> Answering:
-    """The next incarnation of a replica that died; it answers at once."""
+async def rebuilt(world: World, index: int) -> None:
+    """The next incarnation of a replica that died comes; it answers at once."""
     assert await world.ordered() == [index]
-    made: Any = Answering(f"eval/{index - 2}")
-    made.goes_on.set()
-    await world.service.deliver(world.numbers[index], rollouter_actor.StartedReplica(made, 1))
-    await stages.settled()
-    return cast(Answering, made)
+    made: Any = answering(f"eval/{index - 2}", goes_on=True)
+    await world.service.deliver(world.numbers[index], StartedReplica(made, 1))
+    await settle()
 
 
 async def test_the_report_of_the_pool_has_their_busy_time_their_spans_and_their_rebuilds(
     world: World,
 ) -> None:
-    world.evaluators[0].over.set()
+    world.evaluators[0].die()
     await rebuilt(world, 2)
     report = await world.service.report()
     assert report.gauges["rebuilds"] == 1
@@ -138,16 +130,15 @@ async def test_the_report_of_the_pool_has_their_busy_time_their_spans_and_their_
     assert (report.busy, report.counters.get("tokens")) == ((), None)
 
 
-async def test_what_they_have_answered_since_counts_for_their_restarts(world: World) -> None:
-    assert world.service.evaluators is not None
+async def test_their_answers_count_for_their_restarts(world: World) -> None:
     members = world.service.evaluators.stage.members
     for _ in range(3):
         await world.service.report()
     assert [members.policy.reached(member) for member in members.all] == [3, 3]
 
 
-async def test_what_becomes_of_them_is_told_with_their_names(world: World) -> None:
-    world.evaluators[1].over.set()
+async def test_their_events_have_their_names(world: World) -> None:
+    world.evaluators[1].die()
     await world.ordered()
     lines = (await world.service.events(0)).lines
     assert lines[0] == "eval/1 is ejected: eval/1: its process died"

@@ -18,16 +18,17 @@ from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError
 from async_opd.processes.heap import KEEPS
+from tests.world.clock import settle
+from tests.world.config import run_config
+from tests.world.processes import FakeHandle
+
+GUEST = {"model": "t", "placement": "colocated", "with": "rollout"}
 
 
-def config(start_s: float) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"t": {"model": "t", "placement": "colocated", "with": "rollout"}},
-            "data": {"train": "prompts.jsonl"},
-            "timeouts": {"engine_start_s": start_s},
-        }
+def config(start_s: float, **sections: Any) -> RunConfig:
+    """Of a run whose teacher shares the GPUs of the student."""
+    return run_config(
+        **{"teachers": {"t": GUEST}, "timeouts": {"engine_start_s": start_s}} | sections
     )
 
 
@@ -70,56 +71,29 @@ def made_environments(actor_factory: ActorFactory) -> list[dict[str, str]]:
     return made
 
 
-async def test_an_engines_process_is_told_how_long_its_start_may_take() -> None:
+async def test_an_engines_process_knows_how_long_its_start_may_take_and_a_rank_keeps_its_heap() -> (
+    None
+):
     actor_factory = ActorFactory(config(1800), "cuda", (), Factories(), print)
     made = made_environments(actor_factory)
     with pytest.raises(ProcessMadeError):
         await actor_factory._start(student(0), "m:f", (), gpus=1, bundle=("rollout", 0))
-    assert [env["VLLM_ENGINE_READY_TIMEOUT_S"] for env in made] == ["1800"]
-
-
-async def test_a_rank_of_the_trainer_keeps_the_heap_that_it_computes_with() -> None:
-    actor_factory = ActorFactory(config(1800), "cpu", (), Factories(), print)
-    made = made_environments(actor_factory)
     with pytest.raises(ProcessMadeError):
         await actor_factory.trainer(None)
-    assert [KEEPS in env for env in made] == [True]
+    assert made[0]["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
+    assert [KEEPS in env for env in made] == [False, True]
 
 
-class Handle:
-    """Ray's handle of a process on the first GPU of ``node``, which builds everything."""
-
-    def __init__(self, node: str, gpu: str = "0") -> None:
-        self.node = node
-        self.gpu = gpu
-        self.built = 0
-        self.place = SimpleNamespace(remote=self._place)
-        self.build = SimpleNamespace(remote=self._build)
-
-    async def _place(self) -> ActorPlacement:
-        return ActorPlacement(self.node, (self.gpu,))
-
-    async def _build(self, factory: str, args: tuple[Any, ...]) -> None:
-        self.built += 1
-
-
-class Guest(Handle):
-    """A process on the node that reserves no GPU."""
-
-    async def _place(self) -> ActorPlacement:
-        return ActorPlacement(self.node, ())
-
-
-async def started(actor_factory: ActorFactory, node: str) -> Handle:
+async def started(actor_factory: ActorFactory, node: str) -> FakeHandle:
     """Builds replica 0 of the student, whose process Ray has started on the node."""
-    handle = Handle(node)
+    handle: Any = FakeHandle(node, "0")
     remote = Remote("student/0", handle, 5)
 
     async def build() -> None:
         await remote.build("module:factory", (), 5)
 
     await actor_factory._build_after_guests("rollout", {0: remote}, build)
-    return handle
+    return handle  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -155,7 +129,7 @@ async def test_a_host_that_ray_restarted_on_other_gpus_than_its_teachers_is_refu
 async def test_a_rank_that_ray_restarted_elsewhere_is_refused_when_it_is_built_again(
     actor_factory: ActorFactory,
 ) -> None:
-    handle = Handle("a")
+    handle: Any = FakeHandle("a", "0")
     remote = Remote("trainer", handle, 5)
     await actor_factory._build_after_guests(
         "rollout", {0: remote}, lambda: remote.build("m", (), 5)
@@ -165,54 +139,41 @@ async def test_a_rank_that_ray_restarted_elsewhere_is_refused_when_it_is_built_a
         await remote.build("m", (), 5)
 
 
-async def test_a_guest_on_another_node_than_its_host_is_refused(
-    actor_factory: ActorFactory, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("node", ["a", "b"])
+async def test_a_guest_is_built_on_its_hosts_node_only(
+    actor_factory: ActorFactory, monkeypatch: pytest.MonkeyPatch, node: str
 ) -> None:
-    """Its variable CUDA_VISIBLE_DEVICES would name GPUs that others have there."""
-
-    async def create(*args: Any, **named: Any) -> Remote:
-        return Remote("teacher t/0", Guest("b"), 5)
-
-    monkeypatch.setattr(actor_factory, "create", create)
-    monkeypatch.setattr(Remote, "kill", lambda self: None)
-    actor_factory.placements["rollout", 0] = ActorPlacement("a", ("0",))
-    words = "GPU – of node b, but it shares GPU 0 of node a"
-    with pytest.raises(EngineStartError, match=words):
-        await actor_factory.teacher("t", 0)
-
-
-async def test_a_guest_on_its_hosts_node_is_built(
-    actor_factory: ActorFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle = Guest("a")
+    """Elsewhere its variable CUDA_VISIBLE_DEVICES would name GPUs that others have there."""
+    handle: Any = FakeHandle(node)
 
     async def create(*args: Any, **named: Any) -> Remote:
         return Remote("teacher t/0", handle, 5)
 
     monkeypatch.setattr(actor_factory, "create", create)
+    monkeypatch.setattr(Remote, "kill", lambda self: None)
     actor_factory.placements["rollout", 0] = ActorPlacement("a", ("0",))
-    await actor_factory.teacher("t", 0)
-    assert handle.built == 1
+    if node == "a":
+        await actor_factory.teacher("t", 0)
+    else:
+        words = "GPU – of node b, but it shares GPU 0 of node a"
+        with pytest.raises(EngineStartError, match=words):
+            await actor_factory.teacher("t", 0)
+    assert handle.built == (node == "a")
 
 
-def with_train(start_s: float, **sections: Any) -> RunConfig:
+def with_train(start_s: float, teacher: dict[str, Any] | None = None) -> RunConfig:
     """Two engines of the student, each on the GPUs of two of the trainer's four ranks."""
     rollout = {"placement": "colocated", "with": "train", "replicas": 2, "tensor_parallel": 2}
-    settings = config(start_s).model_dump(by_alias=True) | {
-        "teachers": {"t": {"model": "t"}},
-        "train": {"ranks": 4},
-        "rollout": rollout,
-    }
-    return RunConfig.model_validate(settings | sections)
+    teachers = {"t": teacher or {"model": "t"}}
+    return config(start_s, teachers=teachers, train={"ranks": 4}, rollout=rollout)
 
 
 @pytest.mark.parametrize("teacher", [False, True], ids=["alone", "with a teacher"])
 async def test_the_trainers_ranks_are_built_when_the_engines_on_their_gpus_sleep(
     teacher: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest = {"model": "t", "placement": "colocated", "with": "rollout", "tensor_parallel": 4}
-    sections = {"teachers": {"t": guest}} if teacher else {}
-    made = ActorFactory(with_train(5, **sections), "cuda", (), Factories(), print)
+    guest = GUEST | {"tensor_parallel": 4} if teacher else None
+    made = ActorFactory(with_train(5, guest), "cuda", (), Factories(), print)
     events: list[str] = []
 
     class Student:
@@ -223,7 +184,7 @@ async def test_the_trainers_ranks_are_built_when_the_engines_on_their_gpus_sleep
             events.append(f"{self.name} sleeps")
 
     async def create(actor: ActorName, **named: Any) -> Remote:
-        handle: Any = Handle("a", str(named["bundle"][1]))
+        handle: Any = FakeHandle("a", str(named["bundle"][1]))
         return Remote(actor.name, handle, 5)
 
     async def start(index: int, queue: Any, incarnation: int = 0) -> Any:
@@ -263,7 +224,7 @@ async def test_a_student_on_the_trainers_gpus_reserves_none_and_sees_those_of_it
 
     async def create(actor: ActorName, **named: Any) -> Remote:
         asked.append((named["gpus"], named["bundle"], named["place"].gpus))
-        handle: Any = Guest("a")
+        handle: Any = FakeHandle("a")
         return Remote(actor.name, handle, 5)
 
     monkeypatch.setattr(made, "create", create)
@@ -280,36 +241,26 @@ class Together:
         self.events: list[str] = []
         self.broken = ""
         teachers = {
-            name: {
-                "model": "t",
-                "placement": "colocated",
-                "with": "rollout",
-                "tensor_parallel": span,
-                "replicas": 4 // span,
-            }
+            name: GUEST | {"tensor_parallel": span, "replicas": 4 // span}
             for name, span in spans.items()
         }
-        settings = config(5).model_dump(by_alias=True) | {"teachers": teachers}
-        self.factory = ActorFactory(
-            RunConfig.model_validate(settings), "cuda", (), Factories(), print
-        )
+        given = config(5, teachers=teachers)
+        self.factory = ActorFactory(given, "cuda", (), Factories(), print)
         self.factory._start_asleep = self.start_asleep  # type: ignore[method-assign]
 
     async def start_asleep(self, pool: str, index: int, queue: Any) -> None:
         name = pool.removeprefix("teachers.")
         place = self.factory._shared_place(pool, self.factory._bundle(pool, index)[1])
-        assert place is not None
         self.events.append(f"{name}/{index} on {', '.join(place.gpus)}")
         if name == self.broken:
             raise EngineStartError(f"teacher {name}/{index}", "no memory")
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settle(5)
         self.events.append(f"{name}/{index} sleeps")
         self.factory.colocated.setdefault(pool, {})[index] = SimpleNamespace()  # type: ignore[assignment]
 
     async def host(self, index: int) -> None:
-        handle = Handle("a", str(index))
-        remote = Remote(f"student/{index}", handle, 5)  # type: ignore[arg-type]
+        handle: Any = FakeHandle("a", str(index))
+        remote = Remote(f"student/{index}", handle, 5)
 
         async def build() -> None:
             self.events.append(f"host {index}")

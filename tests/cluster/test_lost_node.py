@@ -28,6 +28,7 @@ from async_opd.core.errors import (
     StageError,
 )
 from async_opd.waiting.waits import Waits
+from tests.world.config import run_config
 
 pytestmark = pytest.mark.engine
 
@@ -132,15 +133,8 @@ def test_a_cluster_that_is_not_there_is_an_error_with_a_remedy() -> None:
 
 def config(wait_s: float = 0) -> RunConfig:
     """Four GPUs: two students, a teacher and the trainer."""
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"t": {"model": "t"}},
-            "rollout": {"replicas": 2},
-            "data": {"train": "prompts.jsonl"},
-            "cluster": {"address": "auto", "device": "cuda", "wait_s": wait_s},
-        }
-    )
+    cluster = {"address": "auto", "device": "cuda", "wait_s": wait_s}
+    return run_config(rollout={"replicas": 2}, cluster=cluster)
 
 
 async def test_machines_that_join_later_are_waited_for_and_then_refused(cluster: Any) -> None:

@@ -29,19 +29,20 @@ def debian(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
 
 
-def test_a_process_of_a_joined_cluster_is_reached_at_rays_address_of_its_node() -> None:
-    assert own_address(JOINED) == "10.0.0.7"
-
-
-def test_a_local_run_is_on_the_loopback() -> None:
-    assert own_address(ClusterConfig()) == "127.0.0.1"
-
-
-def test_the_interface_of_the_config_comes_before_rays_address(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("cluster", "address"),
+    [
+        (JOINED, "10.0.0.7"),
+        (ClusterConfig(), "127.0.0.1"),
+        (ClusterConfig(address="auto", interface="ib0"), "10.1.0.7"),
+    ],
+    ids=["Ray's address of the node", "the loopback of a local run", "the config's interface"],
+)
+def test_a_process_is_reached_at_the_address_of_its_cluster(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, address: str
 ) -> None:
     monkeypatch.setattr(network, "interface_address", {"ib0": "10.1.0.7"}.__getitem__)
-    assert own_address(ClusterConfig(address="auto", interface="ib0")) == "10.1.0.7"
+    assert own_address(cluster) == address
 
 
 def test_collectives_use_exactly_the_interface_of_the_config() -> None:
@@ -61,19 +62,15 @@ def eth0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("eth0")
-@pytest.mark.parametrize("given", [{}, {"GLOO_SOCKET_IFNAME": ""}])
-def test_collectives_use_the_interface_that_has_the_nodes_address_in_ray(
-    given: dict[str, str],
+@pytest.mark.parametrize(
+    ("given", "nccl"),
+    [({}, "=eth0"), ({"GLOO_SOCKET_IFNAME": ""}, "=eth0"), ({"NCCL_SOCKET_IFNAME": "ib"}, "ib")],
+)
+def test_collectives_use_the_interface_of_the_nodes_address_unless_the_user_names_one(
+    given: dict[str, str], nccl: str
 ) -> None:
     name_interface(given)
-    assert given == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
-
-
-@pytest.mark.usefixtures("eth0")
-def test_an_interface_that_the_users_environment_names_stays() -> None:
-    given = {"NCCL_SOCKET_IFNAME": "ib"}
-    name_interface(given)
-    assert given == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib"}
+    assert given == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": nccl}
 
 
 @pytest.mark.parametrize("cluster", [ClusterConfig(), ClusterConfig(address="a", interface="ib0")])

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,24 +16,18 @@ from async_opd.checks import nodes
 from async_opd.checks.nodes import NodeReport
 from async_opd.cluster import actor_names, node_checks
 from async_opd.cluster.actor_factory import ActorFactory, Factories
-from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.node_checks import ComparedNodes, check_nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError, StageTimeout
+from tests.world.config import run_config
+from tests.world.processes import FakeHandle
 
 ID = "0" * 55 + "{}"
 
 
 def config(run_dir: Path, address: str | None = "auto") -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "none"},
-            "teachers": {"t": {"model": "none"}},
-            "data": {"train": "prompts.jsonl"},
-            "run_dir": str(run_dir),
-            "cluster": {"address": address},
-        }
-    )
+    return run_config(run_dir=str(run_dir), cluster={"address": address})
 
 
 @pytest.fixture
@@ -79,21 +72,6 @@ async def test_a_single_node_is_asked_because_the_driver_may_be_elsewhere(
         await check_nodes(config(tmp_path), "cpu")
 
 
-class Handle:
-    """Ray's handle of a process on node ``n1``."""
-
-    def __init__(self) -> None:
-        self.built = 0
-        for method in (self.place, self.build):
-            setattr(self, method.__name__, SimpleNamespace(remote=method))
-
-    async def place(self) -> ActorPlacement:
-        return ActorPlacement(ID.format(1), ())
-
-    async def build(self, factory: str, args: tuple[Any, ...]) -> None:
-        self.built += 1
-
-
 async def test_a_node_that_joins_later_is_compared_before_a_process_is_built_on_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
 ) -> None:
@@ -112,7 +90,7 @@ async def test_a_node_that_joins_later_is_compared_before_a_process_is_built_on_
     compared = await check_nodes(config(Path("run")), "cpu")
     assert compared is not None
     alive(2)
-    handle = Handle()
+    handle: Any = FakeHandle(ID.format(1))
     remote = Remote("student/0", handle, 5)
     remote.compare_node = pickle.loads(pickle.dumps(compared)).compare
     monkeypatch.chdir("/")  # as the scoring stage, which rebuilds teachers

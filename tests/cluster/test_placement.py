@@ -8,7 +8,7 @@ from async_opd.checks.gpu_plan import Bundle, GpuNode, Unit
 from async_opd.cluster.gpu_bundles import names
 from async_opd.cluster.watching.placement import Placement
 from async_opd.waiting.waits import EVERY_S, Waits
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 def unit(pool: str, index: int = 0, gpus: int = 1) -> Unit:
@@ -33,7 +33,7 @@ class Cluster:
         self.placed: dict[Unit, str | None] = dict.fromkeys(units)
         self.timer = ManualTimer()
         self.lines: list[str] = []
-        waits = Waits(self.lines.append, self.timer, lambda: self.timer.now)
+        waits = Waits(self.lines.append, self.timer, self.timer.clock)
         self.placement = Placement(self, (), self.lines.append, waits, self.nodes, names)
         self.ray_places(*units)
 

@@ -26,17 +26,14 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Running(folder, *request.param, "sync.verify_every=1", *LOG).end()
 
 
-def test_it_completes(done: Run) -> None:
-    assert (done.code, done.summary["status"]) == (0, "completed"), done.output
-
-
-def test_it_trains_every_sample_once(done: Run) -> None:
+def test_it_trains_every_sample_once_and_leaves_no_process_behind(done: Run) -> None:
+    assert done.ended(0, "completed"), done.output
     found = audit(done.directory)
     assert (len(found.trained), found.lost, found.duplicated) == (6 * 128, (), ())
 
 
 def test_the_student_comes_nearer_to_its_teachers(done: Run) -> None:
-    losses = [row["loss/distillation"] for row in done.metrics if "loss/distillation" in row]
+    losses = done.values("loss/distillation")
     assert losses[-1] < losses[0]
 
 
@@ -52,7 +49,3 @@ def test_its_last_step_has_the_same_bits_when_as_many_ranks_compute_it_again(
     found = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "step 6 is bit-equal" in found.stdout
-
-
-def test_no_process_is_left_behind(done: Run) -> None:
-    assert done.left == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +42,6 @@ class Init:
         (logs / "raylet.err").write_text(f"a warning\n{self.raylet}\n  a stack\n")
         if self.errors:
             raise self.errors.pop(0)
-
-
-class Clock:
-    """Thirty seconds pass from one look at it to the next."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 30
-        return self.now
 
 
 def slow() -> Exception:
@@ -108,7 +98,7 @@ async def test_starts_with_a_slow_agent_go_on_while_one_more_fits_into_the_bound
 ) -> None:
     init = fails(monkeypatch, *[slow() for _ in range(100)])
     init.raylet = SAID
-    monkeypatch.setattr(session, "monotonic", Clock())
+    monkeypatch.setattr(session, "monotonic", count(30, 30).__next__)
     bounded = load_config(EXAMPLE, [f"run_dir={tmp_path}", "timeouts.engine_start_s=420"])
     with pytest.raises(StageError, match="Ray's processes did not start in time"):
         async with ray_session(bounded):

@@ -20,118 +20,28 @@ from async_opd.cluster.rollouter_actor import (
 )
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied, StageError, first_cause
-from async_opd.core.reports import Progress, StageReport
+from async_opd.core.reports import Progress
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.waiting.deadline import Timer
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from async_opd.weight_sync.layout import WeightMeta
 from tests.cluster.simulated import config
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer, settle
+from tests.world.students import FakeReplica
+from tests.world.sync import META, Sender
 
-META = WeightMeta((), (), (), ())
 NEWEST = (7, META)
 PROMPTS = [Prompt(Uid("0:0"), "data", "t", np.zeros(1, np.int32))]
 GREEDY = SamplingSpec(1, 0.0, 1.0, 1)
 
 
-class Student:
-    """A replica that generates until it dies, and keeps the version that it was given."""
-
-    def __init__(self, name: str, dead: bool = False) -> None:
-        self.name = self.consumer = name
-        self.version = 0
-        self.paused = self.killed = self.asleep = False
-        self.over = asyncio.Event()
-        if dead:
-            self.over.set()
-
-    async def run(self) -> None:
-        await self.over.wait()
-        raise ProcessDied(self.name, "its process died")
-
-    async def alive(self) -> None:
-        if self.over.is_set():
-            raise ProcessDied(self.name, "its process died")
-
-    async def displaced(self) -> None: ...
-
-    def kill(self) -> None:
-        self.killed = True
-        self.over.set()
-
-    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
-        await self.alive()
-
-    async def pause(self, on_sync: str) -> None:
-        assert not self.asleep
-        self.paused = True
-
-    async def receive(self, meta: WeightMeta) -> None: ...
-
-    async def finish(self, version: int) -> None:
-        self.version = version
-
-    async def resume(self) -> None:
-        self.paused = False
-
-    async def report(self) -> StageReport:
-        return StageReport()
-
-    async def sleep(self) -> None:
-        assert not self.paused
-        self.asleep = True
-
-    async def wake(self) -> None:
-        self.asleep = False
-
-    async def idle(self) -> None:
-        await asyncio.Event().wait()
-
-    async def progress(self) -> Progress:
-        return Progress(0)
-
-
-class SlowReceiver(Student):
-    """It receives weights when ``goes_on`` is set, and answers nothing."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.goes_on = asyncio.Event()
-
-    async def receive(self, meta: WeightMeta) -> None:
-        await self.goes_on.wait()
-
-    async def generate(self, prompts: Any, sampling: Any) -> Any:
-        await asyncio.Event().wait()
-
-
-class Trainer:
-    async def open(self, group: int, world_size: int, connected: Any) -> Rendezvous:
-        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
-
-    async def connect(self, group: int) -> None: ...
-
-    async def send(self, group: int) -> float:
-        return 0.0
-
-    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
-        return META
-
-    async def wake(self) -> None: ...
-
-    async def idle(self) -> None:
-        await asyncio.Event().wait()
-
-    async def progress(self) -> Progress:
-        return Progress(0)
-
-
-class TurnTakingTrainer(Trainer):
+class TurnTakingTrainer(Sender):
     """A trainer on the students' GPUs, which it uses in its turns only."""
 
-    def __init__(self, students: list[Student], timer: Timer | None = None) -> None:
+    def __init__(self, students: list[FakeReplica], timer: Timer | None = None) -> None:
+        super().__init__()
         self.students = students
         self.turns = GpuTurns(0.0, timer)
         self.asleep = asyncio.Event()
@@ -148,7 +58,7 @@ class TurnTakingTrainer(Trainer):
         async with self.turns:
             self.moves.append(f"snapshot {version}")
         self.turns.release()
-        return META
+        return await super().snapshot(version, compare)
 
     async def begin_turn(self, pool: str) -> None:
         await self.turns.hold(60)
@@ -203,26 +113,34 @@ def run_config(hosts: str = "") -> RunConfig:
 class World:
     """A service over two students; whatever it orders is ``started`` when the test says so."""
 
-    def __init__(self, *students: Student) -> None:
-        self.students = list(students) or [Student("student/0"), Student("student/1")]
-        self.queue, self.teachers = Queue(), Teachers()
+    def __init__(self, *students: FakeReplica) -> None:
+        self.students = list(students) or [FakeReplica("student/0"), FakeReplica("student/1")]
+        self.queue, self.teachers, self.sender = Queue(), Teachers(), Sender()
         self.tasks: list[asyncio.Task[Any]] = []
         self.seen = 0
 
     async def runs(
         self, host: str = "", newest: Any = None, rebuilds: int = 0, behind: bool = False
     ) -> RollouterService:
-        parts: list[Any] = [self.queue, Trainer(), self.teachers]
+        parts: list[Any] = [self.queue, self.sender, self.teachers]
         replicas: Any = [StartedReplica(student, 1) for student in self.students]  # type: ignore[arg-type]
         before = Predecessor(newest, rebuilds, behind)
         self.service = await build_rollouter(run_config(host), replicas, *parts, before)
         self.tasks.append(asyncio.create_task(self.service.run()))
-        await settled()
+        await settle()
         return self.service
+
+    async def in_a_phase(self, host: str = "train") -> RollouterService:
+        """A service with snapshot 3, while a teacher has the trainer's GPU."""
+        self.teachers.asleep.set()
+        service = await self.runs(host)
+        await service.snapshot(3)
+        await service.gpus.locks["train"].acquire("a scoring phase")
+        return service
 
     async def ordered(self) -> list[int]:
         """Members of the new orders."""
-        await settled()
+        await settle()
         try:
             async with asyncio.timeout(0.01):
                 orders = await self.service.replica_orders(self.seen)
@@ -232,20 +150,21 @@ class World:
         self.numbers = {order.index: order.number for order in orders}
         return [order.index for order in orders]
 
-    async def delivers(self, index: int) -> Student:
-        student: Any = Student(f"student/{index}")
+    async def die(self, *indices: int) -> list[int]:
+        """These students die, or all. Members of the orders that follow."""
+        for index in indices or range(len(self.students)):
+            self.students[index].die()
+        return await self.ordered()
+
+    async def delivers(self, index: int) -> FakeReplica:
+        student: Any = FakeReplica(f"student/{index}")
         await self.service.deliver(self.numbers[index], StartedReplica(student, 1))
-        await settled()
+        await settle()
         return student
 
     @property
     def serving(self) -> list[Any]:
         return [member.value for member in self.service.stage.members.serving]
-
-
-async def settled() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -263,30 +182,26 @@ async def test_replicas_that_died_are_ordered_together_and_serve_with_the_newest
     world.teachers.asleep.set()
     service = await world.runs(host)
     await service.snapshot(3)
-    for student in world.students:
-        student.over.set()
-    assert await world.ordered() == [0, 1]
+    assert await world.die() == [0, 1]
     others = [await world.delivers(index) for index in (0, 1)]
     assert world.serving == others
     assert [student.version for student in others] == [3, 3]
     assert all(student.killed for student in world.students)
-    assert world.queue.released == ["student/0", "student/1"]
+    assert world.queue.released == ["student/0#0", "student/1#0"]
 
 
 async def test_a_replica_that_cannot_be_started_is_ordered_again(world: World) -> None:
     service = await world.runs()
-    world.students[1].over.set()
-    assert await world.ordered() == [1]
+    assert await world.die(1) == [1]
     failed = EngineStartError("student/1", "no memory")
     await service.deliver(world.numbers[1], failed)
     await asyncio.sleep(run_config().supervision.delay_s * 1.1)
     assert await world.ordered() == [1]
 
 
-async def test_what_became_of_replicas_is_told(world: World) -> None:
+async def test_events_have_the_end_and_the_rebuild_of_a_replica(world: World) -> None:
     service = await world.runs()
-    world.students[0].over.set()
-    await world.ordered()
+    await world.die(0)
     await world.delivers(0)
     lines = (await service.events(0)).lines
     assert lines[0] == "student/0 is ejected: student/0: its process died"
@@ -308,7 +223,7 @@ class TestTakingOver:
         assert not any(student.paused for student in world.students)
 
     async def test_a_replica_that_died_meanwhile_is_found_and_ordered(self, world: World) -> None:
-        world.students[0].over.set()
+        world.students[0].die()
         await world.runs(newest=NEWEST)
         assert await world.ordered() == [0]
         student = await world.delivers(0)
@@ -326,7 +241,7 @@ class TestTakingOver:
         await world.runs("rollout", NEWEST)
         assert all(student.asleep for student in world.students)  # a teacher has the GPUs
         world.teachers.asleep.set()
-        await settled()
+        await settle()
         assert [student.asleep for student in world.students] == [False, False]
         assert [student.version for student in world.students] == [7, 7]
 
@@ -334,15 +249,15 @@ class TestTakingOver:
     async def test_a_replica_without_the_newest_weights_neither_serves_nor_answers_before_them(
         self, host: str
     ) -> None:
-        student = Stuck("student/0")
+        student = FakeReplica("student/0", holds=("pause", "join", "generate"))
         world = World(student)
         service = await world.runs(host, newest=NEWEST)
         answer = asyncio.create_task(service.generate(PROMPTS, GREEDY))
-        await settled()
+        await settle()
         assert student.calls == []
         student.goes_on.set()
         world.teachers.asleep.set()
-        await settled()
+        await settle()
         assert sorted(student.calls) == [("generate", 7), ("run", 7)]
         answer.cancel()
         world.tasks[0].cancel()
@@ -351,25 +266,23 @@ class TestTakingOver:
     async def test_after_a_snapshot_that_broke_off_no_replica_serves_before_the_drivers_push(
         self, host: str
     ) -> None:
-        student = Stuck("student/0")
-        student.goes_on.set()
+        student = FakeReplica("student/0")
         world = World(student)
         world.teachers.asleep.set()
         service = await world.runs(host, behind=True)
         answer = asyncio.create_task(service.generate(PROMPTS, GREEDY))
-        await settled()
+        await settle()
         assert student.calls == []
         await service.snapshot(8)
         await service.push()
-        await settled()
+        await settle()
         assert sorted(student.calls) == [("generate", 8), ("run", 8)]
         answer.cancel()
         world.tasks[0].cancel()
 
     async def test_rebuilds_before_this_actor_are_counted(self, world: World) -> None:
         service = await world.runs(rebuilds=2)
-        world.students[0].over.set()
-        await world.ordered()
+        await world.die(0)
         await world.delivers(0)
         assert (await service.report()).gauges["rebuilds"] == 3
 
@@ -380,59 +293,33 @@ class TestTakingOver:
         assert world.tasks[0].done()
 
 
-class Stuck(Student):
-    """A replica whose pause or join, as a test says, lasts until ``goes_on`` is set."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.goes_on = asyncio.Event()
-        self.calls: list[tuple[str, int]] = []  # with the version of the weights
-
-    async def run(self) -> None:
-        self.calls.append(("run", self.version))
-        await super().run()
-
-    async def generate(self, prompts: Any, sampling: Any) -> Any:
-        self.calls.append(("generate", self.version))
-        await asyncio.Event().wait()
-
-    async def pause(self, on_sync: str) -> None:
-        await self.goes_on.wait()
-
-    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
-        await self.goes_on.wait()
-
-
 class TestShutdown:
     @pytest.mark.parametrize("method", ["push", "connect"])
     async def test_a_call_of_the_driver_ends_with_the_supervision_and_changes_no_replica(
         self, method: str
     ) -> None:
-        student = Stuck("student/0")
+        student = FakeReplica("student/0", holds=("pause", "join"))
         world = World(student)
         service = await world.runs()
         await service.snapshot(8)
         call = asyncio.create_task(getattr(service, method)())
-        await settled()
+        await settle()
         await service.shutdown()
         assert call.done()
         with pytest.raises(StageError, match="rollouter: a call was cancelled"):
             await call
         student.goes_on.set()
-        await settled()
+        await settle()
         assert student.version == 0
 
     async def test_a_snapshot_that_was_not_answered_ends_too(self, world: World) -> None:
+        async def never(version: int, compare: bool = False) -> None:
+            await asyncio.Event().wait()
+
         service = await world.runs()
-        never = asyncio.Event()
-        sender: Any = service._broadcast._groups._sender
-
-        async def snapshot(version: int, compare: bool = False) -> None:
-            await never.wait()
-
-        sender.snapshot = snapshot
+        world.sender.snapshot = never  # type: ignore[method-assign, assignment]
         call = asyncio.create_task(service.snapshot(8))
-        await settled()
+        await settle()
         await service.shutdown()
         assert call.done()
         with pytest.raises(StageError, match="a call was cancelled"):
@@ -442,8 +329,7 @@ class TestShutdown:
 class TestGpus:
     async def test_no_replica_is_ordered_before_no_teacher_has_its_gpu(self, world: World) -> None:
         await world.runs("rollout")
-        world.students[0].over.set()
-        assert await world.ordered() == []
+        assert await world.die(0) == []
         world.teachers.asleep.set()
         assert await world.ordered() == [0]
 
@@ -452,17 +338,14 @@ class TestGpus:
         self, world: World, host: str
     ) -> None:
         await world.runs(host)
-        world.students[0].over.set()
-        assert await world.ordered() == [0]
+        assert await world.die(0) == [0]
 
     async def test_no_turn_begins_before_every_ordered_replica_has_joined(
         self, world: World
     ) -> None:
         world.teachers.asleep.set()
         service = await world.runs("rollout")
-        for student in world.students:
-            student.over.set()
-        assert await world.ordered() == [0, 1]
+        assert await world.die() == [0, 1]
         await world.delivers(0)
         assert service.gpus.locks["rollout"].locked()
         await world.delivers(1)
@@ -472,29 +355,23 @@ class TestGpus:
     async def test_no_weights_are_copied_or_sent_while_a_teacher_is_awake_on_the_trainers_gpu(
         self, world: World, call: str
     ) -> None:
-        world.teachers.asleep.set()
-        service = await world.runs("train")
-        await service.snapshot(3)
-        await service.gpus.locks["train"].acquire("a scoring phase")
+        service = await world.in_a_phase()
         again = asyncio.create_task(service.snapshot(4) if call == "snapshot" else service.push())
-        await settled()
-        assert (again.done(), service._broadcast.newest) == (False, (3, META))
+        await settle()
+        assert not again.done()
+        assert world.sender.events.count("send") + len(world.sender.compared) == 1
         service.gpus.locks["train"].release()
         await asyncio.wait_for(again, 5)
 
     async def test_a_new_replica_gets_no_weights_while_a_teacher_is_awake_on_the_trainers_gpu(
         self, world: World
     ) -> None:
-        world.teachers.asleep.set()
-        service = await world.runs("train")
-        await service.snapshot(3)
-        await service.gpus.locks["train"].acquire("a scoring phase")
-        world.students[0].over.set()
-        assert await world.ordered() == [0]
+        service = await world.in_a_phase()
+        assert await world.die(0) == [0]
         student = await world.delivers(0)
         assert student.version == 0
         service.gpus.locks["train"].release()
-        await settled()
+        await settle()
         assert student.version == 3
 
     async def test_a_sync_that_waits_for_a_rebuild_does_not_keep_teachers_from_the_trainers_gpu(
@@ -503,10 +380,9 @@ class TestGpus:
         world.teachers.asleep.set()
         service = await world.runs("rollout train")
         await service.snapshot(3)
-        world.students[0].over.set()
-        assert await world.ordered() == [0]
+        assert await world.die(0) == [0]
         push = asyncio.create_task(service.push())
-        await settled()
+        await settle()
         assert (push.done(), service.gpus.locks["train"].locked()) == (False, False)
         await service.gpus.locks["train"].acquire("a scoring phase")
         student = await world.delivers(0)
@@ -521,8 +397,14 @@ class TestGpus:
         service = await world.runs("train")
         assert service.gpus.locks["train"].locked()
         world.teachers.asleep.set()
-        await settled()
+        await settle()
         assert not service.gpus.locks["train"].locked()
+
+
+async def synced(service: RollouterService, version: int) -> None:
+    """A whole weight sync."""
+    await asyncio.wait_for(service.snapshot(version), 5)
+    await asyncio.wait_for(service.push(), 5)
 
 
 class TestTrainerOnTheStudentsGpus:
@@ -532,7 +414,7 @@ class TestTrainerOnTheStudentsGpus:
         self,
         world: World,
         teachers: dict[str, Any] | None = None,
-        evaluators: Sequence[Student] = (),
+        evaluators: Sequence[FakeReplica] = (),
         timer: Timer | None = None,
     ) -> tuple[RollouterService, TurnTakingTrainer]:
         trainer = TurnTakingTrainer(world.students, timer)
@@ -550,7 +432,7 @@ class TestTrainerOnTheStudentsGpus:
         )
         world.service = await build_rollouter(made, replicas, *parts, Predecessor())
         world.tasks.append(asyncio.create_task(world.service.run()))
-        await settled()
+        await settle()
         return world.service, trainer
 
     async def test_the_students_wake_when_the_trainer_is_built_and_offloaded(
@@ -561,7 +443,7 @@ class TestTrainerOnTheStudentsGpus:
         service, trainer = await self.runs(world)
         assert [student.asleep for student in world.students] == [True, True]
         trainer.asleep.set()
-        await settled()
+        await settle()
         assert [student.asleep for student in world.students] == [False, False]
         assert not service.gpus.locks["rollout"].locked()
 
@@ -570,10 +452,10 @@ class TestTrainerOnTheStudentsGpus:
         service, trainer = await self.runs(world, {"t": guest})
         assert service.gpus.locks.keys() == {"rollout"}
         trainer.asleep.set()
-        await settled()
+        await settle()
         assert service.gpus.locks["rollout"].locked()
         world.teachers.asleep.set()
-        await settled()
+        await settle()
         assert not service.gpus.locks["rollout"].locked()
 
     async def test_a_snapshot_is_taken_while_they_sleep_and_pushed_when_they_are_awake(
@@ -581,8 +463,7 @@ class TestTrainerOnTheStudentsGpus:
     ) -> None:
         service, trainer = await self.runs(world)
         trainer.asleep.set()
-        await asyncio.wait_for(service.snapshot(3), 5)
-        await asyncio.wait_for(service.push(), 5)
+        await synced(service, 3)
         assert trainer.moves == ["onload", "snapshot 3", "offload"]
         assert [student.version for student in world.students] == [3, 3]
 
@@ -591,12 +472,10 @@ class TestTrainerOnTheStudentsGpus:
     ) -> None:
         service, trainer = await self.runs(world)
         trainer.asleep.set()
-        await asyncio.wait_for(service.snapshot(3), 5)
-        await asyncio.wait_for(service.push(), 5)
-        world.students[0].over.set()
-        assert await world.ordered() == [0]
+        await synced(service, 3)
+        assert await world.die(0) == [0]
         snapshot = asyncio.create_task(service.snapshot(4))
-        await settled()
+        await settle()
         student = await world.delivers(0)
         trainer.students[0] = student
         await asyncio.wait_for(snapshot, 5)
@@ -607,21 +486,20 @@ class TestTrainerOnTheStudentsGpus:
         self, world: World
     ) -> None:
         """The hold of a turn ends while an evaluation replica still gets the weights before."""
-        slow, timer = SlowReceiver("eval/0"), ManualTimer()
+        slow, timer = FakeReplica("eval/0", holds=("receive",), hang="generate"), ManualTimer()
         service, trainer = await self.runs(world, evaluators=[slow], timer=timer)
         trainer.asleep.set()
-        await asyncio.wait_for(service.snapshot(3), 5)
-        await asyncio.wait_for(service.push(), 5)
+        await synced(service, 3)
         world.tasks.append(asyncio.create_task(service.generate(PROMPTS, GREEDY)))
-        await settled()
+        await settle()
         snapshot = asyncio.create_task(service.snapshot(4))
-        await settled()
-        world.students[0].over.set()
-        await settled()
+        await settle()
+        world.students[0].die()
+        await settle()
         timer.advance(60)
         assert await world.ordered() == [0]
         slow.goes_on.set()
-        await settled()
+        await settle()
         trainer.students[0] = await world.delivers(0)
         await asyncio.wait_for(snapshot, 5)
         await asyncio.wait_for(service.push(), 5)

@@ -17,35 +17,9 @@ from async_opd.core.reports import SyncReport
 from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.layout import WeightMeta
 from tests.cluster.simulated import config
-
-META = WeightMeta((), (), (), ())
-
-
-class Student:
-    def __init__(self, name: str, stops: str = "at once") -> None:
-        self.name, self.stops = name, stops
-        self.events: list[str] = []
-
-    async def ready(self) -> int:
-        return 2
-
-    async def stop(self) -> None:
-        if self.stops == "dead":
-            raise ProcessDied(self.name, "its process died")
-        if self.stops == "never":
-            await asyncio.Event().wait()
-        self.events.append("stop")
-
-    async def stop_evaluation(self) -> None:
-        if self.stops == "dead":
-            raise ProcessDied(self.name, "its process died")
-        self.events.append("stop evaluation")
-
-    async def sleep(self) -> None:
-        self.events.append("sleep")
-
-    def kill(self) -> None:
-        self.events.append("kill")
+from tests.world.clock import settle
+from tests.world.students import FakeReplica
+from tests.world.sync import META
 
 
 class Actor:
@@ -73,12 +47,12 @@ class Actor:
     async def deliver(self, number: int, answer: Any) -> None:
         self.answers[number] = answer
 
-    async def student(self, index: int, queue: Any, incarnation: int) -> Student:
+    async def student(self, index: int, queue: Any, incarnation: int) -> FakeReplica:
         await self.may_start.wait()
         if self.broken:
             raise EngineStartError(f"student/{index}", "no memory")
         self.started.append(f"student/{index}#{incarnation}")
-        return Student(f"student/{index}")
+        return FakeReplica(f"student/{index}")
 
     async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
         self.asked.append(f"snapshot {version}")
@@ -93,7 +67,7 @@ class Actor:
 class World:
     def __init__(self) -> None:
         self.actor: Any = Actor()
-        self.students: list[Any] = [Student("student/0"), Student("student/1")]
+        self.students: list[Any] = [FakeReplica("student/0"), FakeReplica("student/1")]
         replicas = [StartedReplica(student, 2) for student in self.students]
         self.rollouter = RollouterActor(self.actor, self.actor, replicas, *["stage"] * 3)  # type: ignore[arg-type]
         self.rollouter.proxy = self.actor
@@ -101,8 +75,7 @@ class World:
 
     async def orders(self, number: int, index: int) -> None:
         self.actor.orders.put_nowait(Order(number, index))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await settle(20)
 
 
 @pytest.fixture
@@ -139,7 +112,7 @@ async def test_the_error_of_a_start_is_the_answer(world: World) -> None:
 async def test_answers_that_an_earlier_actor_has_asked_for_end_before_the_next_one_is_built(
     world: World,
 ) -> None:
-    world.students[0].stops = "dead"
+    world.students[0].die()
     await world.rollouter.build()
     assert world.students[1].events == ["stop evaluation"]
     assert len(world.actor.built) == 1
@@ -183,7 +156,8 @@ async def test_the_next_actor_knows_whether_a_replica_may_be_behind(world: World
 
 
 async def test_before_a_trainer_begins_anew_every_replica_stops_or_is_ended(world: World) -> None:
-    world.students += [Student("student/2", "dead"), Student("student/3", "never")]
+    world.students += [FakeReplica("student/2"), FakeReplica("student/3", hang="stop")]
+    world.students[2].die()
     world.rollouter.replicas = [StartedReplica(student, 2) for student in world.students]
     await world.rollouter.snapshot(4)
     await world.rollouter.halt_replicas(0.01)
@@ -222,7 +196,7 @@ class Starting(Actor):
 class TestStart:
     async def starts(self, answer: BaseException | None) -> None:
         process: Any = Starting(answer)
-        student: Any = Student("student/0")
+        student: Any = FakeReplica("student/0")
         unused: Any = "stage"
         async with asyncio.timeout(5):
             await RollouterActor.start(process, [student], unused, unused, unused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -52,6 +53,25 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         lines = (self.directory / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+    def values(self, key: str) -> list[Any]:
+        """Of a metric, in all rows that have it."""
+        return [line[key] for line in self.metrics if key in line]
+
+    def overlaps(self, *names: str) -> list[Any]:
+        """Pairs of spans of different names in the trace that are at the same time."""
+        events = json.loads((self.directory / "trace.json").read_text())["traceEvents"]
+        work = sorted(
+            (event["ts"], event["ts"] + event["dur"], event["name"])
+            for event in events
+            if event.get("ph") == "X" and event["name"] in names
+        )
+        assert {name for _, _, name in work} == set(names)
+        return [(a, b) for a, b in itertools.pairwise(work) if a[2] != b[2] and b[0] < a[1]]
+
+    def ended(self, code: int, status: str) -> bool:
+        """Whether it ended so, and left no process behind."""
+        return (self.code, self.summary["status"], self.left) == (code, status, [])
 
 
 class Running:
@@ -142,16 +162,8 @@ def test_every_metric_of_the_run_is_in_the_catalogue(done: Run) -> None:
     assert unknown(logged | {key for key in done.summary if "/" in key}) == []
 
 
-def test_a_run_exits_0(done: Run) -> None:
-    assert done.code == 0, done.output
-
-
-def test_its_summary_says_completed(done: Run) -> None:
-    assert done.summary["status"] == "completed"
-
-
-def test_it_leaves_no_process_behind(done: Run) -> None:
-    assert done.left == []
+def test_a_run_exits_0_and_leaves_no_process_behind(done: Run) -> None:
+    assert done.ended(0, "completed"), done.output
 
 
 def test_the_best_student_is_written_beside_the_last_one(done: Run) -> None:
@@ -166,21 +178,11 @@ def test_the_best_value_is_the_highest_of_all_evaluations(done: Run) -> None:
     assert done.summary["checkpoint/best"] == pytest.approx(max(values))
 
 
-def test_every_step_is_in_the_metrics(done: Run) -> None:
-    steps = [line["step"] for line in done.metrics if "loss/total" in line]
-    assert steps == [1, 2, 3, 4, 5, 6]
-
-
-def test_metrics_have_the_names_of_the_design(done: Run) -> None:
-    line = [line for line in done.metrics if "loss/total" in line][-1]
+def test_every_step_is_in_the_metrics_with_the_names_of_the_design(done: Run) -> None:
+    rows = [line for line in done.metrics if "loss/total" in line]
+    assert [line["step"] for line in rows] == [1, 2, 3, 4, 5, 6]
     for prefix in ("rollout/", "teacher/sort/", "teacher/reverse/", "queue/scored/", "train/"):
-        assert any(key.startswith(prefix) for key in line)
-
-
-def test_accuracy_is_there_before_and_after_for_every_data_source(done: Run) -> None:
-    for source in ("sort", "reverse"):
-        assert f"eval_initial/{source}/accuracy" in done.summary
-        assert f"eval/{source}/accuracy" in done.summary
+        assert any(key.startswith(prefix) for key in rows[-1])
 
 
 def test_every_evaluation_leaves_its_answers_with_the_versions_that_it_names(done: Run) -> None:
@@ -199,22 +201,16 @@ def test_every_evaluation_leaves_its_answers_with_the_versions_that_it_names(don
         assert fmean(right) == pytest.approx(line["eval/sort/mean@1"])
 
 
-def test_the_teachers_know_their_own_task(done: Run) -> None:
+def test_every_data_source_has_accuracies_and_the_teachers_know_their_task(done: Run) -> None:
     for source in ("sort", "reverse"):
+        assert {f"eval_initial/{source}/accuracy", f"eval/{source}/accuracy"} <= {*done.summary}
         assert done.summary[f"eval_teacher/{source}/accuracy"] >= 0.97
 
 
-def test_all_samples_were_trained(done: Run) -> None:
+def test_all_samples_were_trained_and_those_beyond_the_hard_bound_ran_again(done: Run) -> None:
     assert done.summary["ledger/trained"] == 6 * 128
-
-
-def test_no_sample_was_trained_beyond_the_hard_bound(done: Run) -> None:
-    assert {line["staleness/max"] for line in done.metrics if "staleness/max" in line} == {0}
-
-
-def test_samples_beyond_the_hard_bound_ran_again_and_were_counted(done: Run) -> None:
-    sent_back = sum(line.get("staleness/requeued", 0) for line in done.metrics)
-    assert done.summary["ledger/requeued"] == sent_back > 0
+    assert set(done.values("staleness/max")) == {0}
+    assert done.summary["ledger/requeued"] == sum(done.values("staleness/requeued")) > 0
 
 
 def test_its_config_loads_again_to_an_equal_object(done: Run) -> None:
@@ -223,11 +219,8 @@ def test_its_config_loads_again_to_an_equal_object(done: Run) -> None:
     assert config == resolved(expected, "cpu")
 
 
-def test_wandb_wrote_an_offline_run(done: Run) -> None:
+def test_it_leaves_a_trace_and_an_offline_run_of_wandb(done: Run) -> None:
     assert list((done.directory / "wandb").glob("offline-run-*"))
-
-
-def test_the_trace_is_there(done: Run) -> None:
     assert json.loads((done.directory / "trace.json").read_text())["traceEvents"]
 
 
@@ -261,15 +254,10 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return running.end()
 
 
-def test_an_interrupted_run_exits_130(interrupted: Run) -> None:
-    assert interrupted.code == 130, interrupted.output
-
-
-def test_an_interrupted_run_says_so(interrupted: Run) -> None:
-    assert interrupted.summary["status"] == "interrupted"
-
-
-def test_an_interrupted_run_keeps_the_model(interrupted: Run) -> None:
+def test_an_interrupted_run_exits_130_with_its_model_and_leaves_no_process_behind(
+    interrupted: Run,
+) -> None:
+    assert interrupted.ended(130, "interrupted"), interrupted.output
     assert (interrupted.directory / "model" / "model.safetensors").is_file()
 
 
@@ -278,14 +266,9 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_a_row_of_each_of_its_steps(
 ) -> None:
     store = Checkpoints(interrupted.directory / "checkpoints", 2)
     newest = store.newest(pytest.fail)
-    assert newest is not None
     assert newest.cut.ledger.trained == 128 * newest.cut.step
     rows = [row["step"] for row in interrupted.metrics if "loss/total" in row]
     assert rows == list(range(1, newest.cut.step + 1))
-
-
-def test_an_interrupted_run_leaves_no_process_behind(interrupted: Run) -> None:
-    assert interrupted.left == []
 
 
 @pytest.fixture(scope="module")
@@ -302,21 +285,11 @@ def engine_killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.long
-def test_a_run_whose_engine_dies_once_too_often_exits_1(engine_killed: Run) -> None:
-    assert engine_killed.code == 1, engine_killed.output
-
-
-@pytest.mark.long
-def test_a_run_whose_engine_dies_once_too_often_names_the_stage(engine_killed: Run) -> None:
-    assert engine_killed.summary["status"] == "failed"
-    assert "student/0" in engine_killed.summary["error"]
-
-
-@pytest.mark.long
-def test_a_run_whose_engine_dies_once_too_often_leaves_no_process_behind(
+def test_a_run_whose_engine_dies_once_too_often_names_the_stage_and_leaves_no_process_behind(
     engine_killed: Run,
 ) -> None:
-    assert engine_killed.left == []
+    assert engine_killed.ended(1, "failed"), engine_killed.output
+    assert "student/0" in engine_killed.summary["error"]
 
 
 @pytest.fixture(scope="module")
@@ -330,11 +303,10 @@ def engine_missing(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return running.end()
 
 
-def test_an_engine_that_does_not_start_ends_the_run_with_1(engine_missing: Run) -> None:
+def test_an_engine_that_does_not_start_ends_the_run_with_1_and_is_named_with_its_reason(
+    engine_missing: Run,
+) -> None:
     assert engine_missing.code == 1, engine_missing.output
-
-
-def test_an_engine_that_does_not_start_is_named_with_its_reason(engine_missing: Run) -> None:
     assert "teacher sort/0" in engine_missing.summary["error"]
     assert "no_such_method" in engine_missing.summary["error"]
 
@@ -357,24 +329,15 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.long
-def test_a_policy_gradient_run_exits_0(on_policy: Run) -> None:
+def test_an_on_policy_run_has_no_staleness_and_rollouts_have_the_trainers_own_logprobs(
+    on_policy: Run,
+) -> None:
     assert on_policy.code == 0, on_policy.output
-
-
-@pytest.mark.long
-def test_on_policy_samples_have_no_staleness(on_policy: Run) -> None:
-    assert [line["staleness/max"] for line in on_policy.metrics if "staleness/max" in line] == [
-        0
-    ] * 3
+    assert on_policy.values("staleness/max") == [0] * 3
+    assert max(on_policy.values("loss/rollout_gap")) < 1e-4
 
 
 @pytest.mark.long
 def test_a_rolling_sync_reports_the_stall_of_every_replica(on_policy: Run) -> None:
     for replica in (0, 1):
         assert on_policy.summary[f"sync/student/{replica}/stall_s"] > 0
-
-
-@pytest.mark.long
-def test_on_policy_rollouts_have_the_trainers_own_logprobs(on_policy: Run) -> None:
-    gaps = [line["loss/rollout_gap"] for line in on_policy.metrics if "loss/rollout_gap" in line]
-    assert max(gaps) < 1e-4

@@ -128,40 +128,29 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         return replace(found, said=said.read_text())
 
 
-def test_ray_says_nothing_on_the_terminal_even_when_a_process_crashes(seen: Seen) -> None:
+def test_ray_writes_about_a_crash_into_the_run_directory_and_nothing_on_the_terminal(
+    seen: Seen,
+) -> None:
     assert seen.said == ""
-
-
-def test_what_ray_says_about_a_crash_is_in_the_run_directory(seen: Seen) -> None:
     assert "A worker died or was killed" in seen.messages
 
 
-def test_an_actor_imports_nothing_from_the_working_directory(seen: Seen) -> None:
+def test_an_actor_and_its_children_import_nothing_from_the_working_directory(seen: Seen) -> None:
+    assert seen.directory == str(seen.folder)
     assert str(seen.folder) not in map(os.path.realpath, seen.path)
     assert not (seen.folder / "ran").exists()
-
-
-def test_an_actor_works_in_the_working_directory(seen: Seen) -> None:
-    assert seen.directory == str(seen.folder)
-
-
-def test_an_actors_children_import_nothing_from_the_working_directory(seen: Seen) -> None:
     assert seen.environment["PYTHONSAFEPATH"] == "1"
 
 
-def test_nobody_else_gets_to_where_ray_works(seen: Seen) -> None:
+def test_nobody_else_gets_to_where_ray_works_and_the_directory_goes_with_the_cluster(
+    seen: Seen,
+) -> None:
     assert seen.ray.session.parent.name == "ray"
     assert seen.ray.mode == 0o700
+    assert not seen.ray.session.parents[1].exists()
 
 
-def test_the_token_of_a_local_cluster_is_on_no_command_line(seen: Seen) -> None:
+def test_the_token_of_a_local_cluster_is_asked_for_and_is_on_no_command_line(seen: Seen) -> None:
+    assert seen.ray.accepted == {seen.ray.token: True, "0" * 64: False}
     assert any("gcs_server" in line for line in seen.ray.commands)
     assert not [line for line in seen.ray.commands if seen.ray.token in line]
-
-
-def test_the_token_of_a_local_cluster_is_what_its_processes_ask_for(seen: Seen) -> None:
-    assert seen.ray.accepted == {seen.ray.token: True, "0" * 64: False}
-
-
-def test_the_directory_of_a_local_cluster_goes_with_it(seen: Seen) -> None:
-    assert not seen.ray.session.parents[1].exists()

@@ -3,126 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from async_opd.cluster.singleton_actors import ScorerActor, TrainerActor
 from async_opd.cluster.supervision import SingletonActors
-from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import EngineStartError, ProcessDied, StageError, StageTimeout
+from async_opd.core.errors import ProcessDied, StageError, StageTimeout
 from async_opd.processes.restarts import Restarts
 from async_opd.waiting.waits import Waits
+from tests.world.clock import settle
+from tests.world.config import run_config
+from tests.world.processes import FakeProcess
 
 DIED = ProcessDied("trainer", "its process died")
-
-
-class Box:
-    """A stage and its process; ``hangs`` in whatever it is asked.
-
-    ``broken`` builds fail, after those that ``dies`` while others are built.
-    """
-
-    def __init__(self, name: str, events: list[str], built: bool = True, hangs: bool = False):
-        self.name, self.events, self.built, self.hangs = name, events, built, hangs
-        self.remote: Any = self
-        self.others: tuple[Box, ...] = ()
-        self.broken = self.dies = 0
-        self.death = asyncio.Event()
-        self.waits_for: Box | None = None
-        self.placement_fault: StageError | None = None
-
-    @property
-    def ranks(self) -> tuple[Box, ...]:
-        return (self, *self.others)
-
-    async def end(self, bound: float = 0) -> Any:
-        if bound:
-            await TrainerActor.end(cast(TrainerActor, self), bound)
-            return None
-        await self.death.wait()
-        return ProcessDied(self.name, "its process died")
-
-    async def pid(self, timeout_s: float) -> int:
-        return 1
-
-    async def placed(self) -> None:
-        if self.placement_fault is not None:
-            raise self.placement_fault
-
-    async def build(self) -> None:
-        self.events.append(f"build {self.name}")
-        if self.broken:
-            self.broken -= 1
-            raise EngineStartError(self.name, "did not start: its process died")
-        if self.waits_for is not None:
-            other, self.waits_for = self.waits_for, None
-            other.built = False  # the process after it has no object
-            other.death.set()
-            other.death = asyncio.Event()
-            await asyncio.Event().wait()
-        self.built = True
-
-    async def hand_over(self, bound: float) -> None:
-        await self.call("hand_over", bound)
-
-    async def stop(self, bound: float) -> None:
-        await self.call("stop", bound)
-
-    async def halt_replicas(self, bound: float) -> None:
-        self.events.append("halt replicas")
-
-    async def supply(self) -> None:
-        await asyncio.Event().wait()
-
-    async def call(self, method: str, timeout_s: float) -> None:
-        if self.hangs:
-            raise StageTimeout(self.name, f"{method} took longer than {timeout_s:g} s")
-        self.events.append(f"{method} {self.name}")
-
-    async def displaced(self) -> None: ...
-
-    async def is_built(self, timeout_s: float) -> bool:
-        if self.hangs:
-            raise StageTimeout(self.name, "a question took too long")
-        return self.built
-
-    def kill(self) -> None:
-        self.events.append(f"kill {self.name}")
-
-    def restart(self) -> None:
-        self.events.append(f"restart {self.name}")
-        self.hangs = self.built = False
-
-
-class Trainer(Box):
-    """All ranks."""
-
-    def restart(self) -> None:
-        super().restart()
-        for other in self.others:
-            other.restart()
 
 
 def singletons(
     events: list[str], hangs: str = "", built: bool = False, tries: int = 5
 ) -> SingletonActors:
     """``built``: the trainer's process has not died, it is stuck."""
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"t": {"model": "t"}},
-            "data": {"train": "prompts.jsonl"},
-            "supervision": {"max_restarts": tries, "delay_s": 1e-3},
-        }
-    )
-    actors: list[Any] = [
-        Box("queue", events, hangs=hangs == "queue"),
-        Box("scorer", events, hangs=hangs == "scorer"),
-        Box("rollouter", events, hangs=hangs == "rollouter"),
-        Trainer("trainer", events, built, hangs=hangs == "trainer"),
-    ]
+    config = run_config(supervision={"max_restarts": tries, "delay_s": 1e-3})
+    names = ("queue", "scorer", "rollouter", "trainer")
+    actors: list[Any] = [FakeProcess(name, events, hangs=hangs == name) for name in names]
+    actors[3].built = built
     return SingletonActors(config, lambda text: None, *actors, Waits(print))
 
 
@@ -159,8 +65,7 @@ async def test_no_rank_is_built_before_the_scorer_has_put_the_teachers_on_its_gp
     scorer: Any = made.scorer
     scorer.build = build
     rebuilding = asyncio.create_task(made.rebuild_all(DIED))
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await settle(50)
     assert "build trainer" not in events
     asleep.set()
     await rebuilding
@@ -177,19 +82,11 @@ async def test_replicas_stop_although_nobody_supervises_them() -> None:
 
 
 async def test_handing_over_may_last_longer_than_one_colocated_teachers_sleep() -> None:
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {
-                "own": {"model": "t", "health": {"timeout_s": 900}},
-                "guest": {
-                    "model": "t",
-                    "placement": "colocated",
-                    "with": "train",
-                    "health": {"timeout_s": 300},
-                },
-            },
-            "data": {"train": "prompts.jsonl"},
+    shared = {"placement": "colocated", "with": "train", "health": {"timeout_s": 300}}
+    config = run_config(
+        teachers={
+            "own": {"model": "t", "health": {"timeout_s": 900}},
+            "guest": {"model": "t"} | shared,
         }
     )
     bounds: list[float] = []
@@ -230,7 +127,10 @@ async def test_every_rank_of_a_trainer_that_is_not_dead_gets_another_process() -
     events: list[str] = []
     made = singletons(events, built=True)
     trainer: Any = made.trainer
-    trainer.others = (Box("trainer/1", events), Box("trainer/2", events, hangs=True))
+    trainer.others = (
+        FakeProcess("trainer/1", events),
+        FakeProcess("trainer/2", events, hangs=True),
+    )
     await made.rebuild_all(DIED)
     restarted = {event for event in events if event.startswith("restart trainer")}
     assert restarted == {"restart trainer", "restart trainer/1", "restart trainer/2"}
@@ -270,7 +170,7 @@ async def test_ranks_that_wait_for_one_that_died_get_other_processes() -> None:
     events: list[str] = []
     made = singletons(events)
     trainer: Any = made.trainer
-    trainer.others, trainer.broken = (Box("trainer/1", events),), 1
+    trainer.others, trainer.broken = (FakeProcess("trainer/1", events),), 1
     await made.rebuild_all(DIED)
     between = events[events.index("build trainer") + 1 :]
     assert between[:2] == ["restart trainer", "restart trainer/1"]
@@ -289,22 +189,12 @@ async def test_a_stage_that_has_nothing_yet_gets_another_process_and_is_not_wait
 async def test_a_trainer_that_always_dies_at_the_same_step_comes_to_an_end() -> None:
     made = singletons([], tries=2)
     (trainer,) = made.trainers.all
-    made.trainers._restarts[trainer] = Restarts(made.config.supervision, Hours())
+    made.trainers._restarts[trainer] = Restarts(made.config.supervision, count(0, 3600).__next__)
     made._step = lambda: 7
     await made.rebuild_all(DIED)
     await made.rebuild_all(DIED)
     with pytest.raises(ProcessDied):
         await made.rebuild_all(DIED)
-
-
-class Hours:
-    """A clock on which an hour passes whenever it is read."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 3600
-        return self.now
 
 
 async def test_no_rank_is_started_before_all_of_them_have_their_gpus() -> None:
@@ -326,8 +216,7 @@ async def test_no_rank_is_started_before_all_of_them_have_their_gpus() -> None:
     args = (config, "cpu", None)
     trainer = TrainerActor(rank(0), config, "cpu", "a:b", args, (rank(1),))
     building = asyncio.create_task(trainer.build())
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settle(5)
     assert events == []
     placed.set()
     await building

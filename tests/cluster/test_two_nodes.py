@@ -31,6 +31,7 @@ from async_opd.cluster.node_checks import check_nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError
 from async_opd.models.engine_args import Device
+from tests.world.config import changed, run_config
 
 pytestmark = pytest.mark.engine
 
@@ -70,20 +71,16 @@ def cluster() -> Iterator[None]:
 def config(*, rollout: int = 4, ranks: int = 2, start_s: float = BOUND_S) -> RunConfig:
     """Two engines of the student with a colocated teacher each, one of another, and ranks."""
     colocated = {"placement": "colocated", "with": "rollout", "tensor_parallel": rollout}
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {
-                "guest": {"model": "t", "replicas": 2, **colocated},
-                "own": {"model": "t", "tensor_parallel": 2},
-            },
-            "rollout": {"replicas": 2, "tensor_parallel": rollout},
-            "train": {"ranks": ranks},
-            "data": {"train": "prompts.jsonl"},
-            "cluster": {"address": "auto", "device": "cuda"},
-            "sync": {"backend": "gloo"},
-            "timeouts": {"engine_start_s": start_s},
-        }
+    return run_config(
+        teachers={
+            "guest": {"model": "t", "replicas": 2, **colocated},
+            "own": {"model": "t", "tensor_parallel": 2},
+        },
+        rollout={"replicas": 2, "tensor_parallel": rollout},
+        train={"ranks": ranks},
+        cluster={"address": "auto", "device": "cuda"},
+        sync={"backend": "gloo"},
+        timeouts={"engine_start_s": start_s},
     )
 
 
@@ -301,9 +298,7 @@ async def test_gpus_that_others_use_are_asked_for_where_machines_may_come(cluste
     others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
     await others.ready()
     given = config()
-    given = given.model_copy(
-        update={"cluster": given.cluster.model_copy(update={"wait_s": BOUND_S})}
-    )
+    given = changed(given, cluster={"wait_s": BOUND_S})
     asking = GpuBundles(run_name(given), tuple(units(pools(given))))
     waiting = asyncio.create_task(reserve(given, print))
     async with asyncio.timeout(BOUND_S):

@@ -22,15 +22,14 @@ import torch
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import ProcessDied, WeightSyncError
-from async_opd.observability.activity import Activity
 from async_opd.processes.members import MemberSet, Policy
-from async_opd.waiting.gate import Gate
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.transports import chunks, nccl
 from tests.contracts import contract
 from tests.contracts.fake_gpu import ABORT_S, Gpu, gpu  # noqa: F401 - a fixture
-from tests.rollouter.test_stage import settle
+from tests.world.clock import settle
+from tests.world.replica import replica_on
 from trainer.publisher import Publisher
 from trainer.stage import TrainerStage
 from trainer.work_thread import WorkThread
@@ -138,28 +137,9 @@ class Engine:
         self.paused = False
 
 
-class Watch:
-    """An ExitWatch that sees no process."""
-
-    async def within(self, work: Any) -> Any:
-        return await work
-
-
 def replica(index: int, workers: int) -> Any:
     """A StudentReplica on an Engine."""
-    from rollouter.replica import COUNTERS, StudentReplica
-
-    made: Any = object.__new__(StudentReplica)
-    made._engine = Engine(workers)
-    made._transport = nccl
-    made._exit_watch = Watch()
-    made._spec = SimpleNamespace(name=f"student/{index}")
-    made._activity = Activity("generate", clock=lambda: 0.0)
-    made._counters = dict.fromkeys(COUNTERS, 0.0)
-    made._total_paused_s = made._pause_started = 0.0
-    made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
-    made._rollouts, made._evaluation = Gate(), SimpleNamespace(go_on=lambda: None)
-    made._mixed, made._version, made._syncs, made._adapter = "", 0, 0, None
+    made = replica_on(Engine(workers), f"student/{index}", _transport=nccl, _version=0)
     made.alive = settle
     return made
 

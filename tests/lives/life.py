@@ -38,18 +38,18 @@ from async_opd.checkpoint import run_copies
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Rollout
-from async_opd.core.stages import SamplingSpec
 from async_opd.files.remote import RemoteFile
-from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_files import EvaluationFiles
 from async_opd.observability import run_log
 from async_opd.observability.sinks import Sink
 from async_opd.prepare import Prepared
-from tests.faults import Faults
 from tests.lives.oracle import violations
 from tests.lives.stages import Cluster, Shape
-from tests.test_pipeline import TEACHERS, FakePrompts, Pace, PacedReads
 from tests.test_rewind import from_cursor
+from tests.world.clock import Pace, PacedReads
+from tests.world.faults import Faults
+from tests.world.prompts import TEACHERS, FakePrompts
+from tests.world.run import evaluation
 
 MOST_TURNS = 40_000
 """Turns of the event loop after which a process hangs."""
@@ -379,15 +379,8 @@ class Living:
         return SimpleNamespace(over=lambda: None)
 
     def _prompts(self, job: Any, text: object, readers: object) -> FakePrompts:
-        return self._seen(from_cursor(self.life.shape.faults, job, text, readers))
-
-    def _seen(self, prompts: FakePrompts) -> FakePrompts:
-        """Prompts with their images, or without any."""
-        find = prompts.find
-        if not self.life.images:
-            prompts.find = lambda uid: replace(  # type: ignore[method-assign]
-                find(uid), media=(), encoded={}
-            )
+        prompts = from_cursor(self.life.shape.faults, job, text, readers)
+        prompts.images = self.life.images
         return prompts
 
     def _evaluation(self, config: RunConfig, rows: Any, text: Any, folder: Path, *_: Any) -> Any:
@@ -397,10 +390,9 @@ class Living:
             await pace.wait()
             return -float(rollout.rollout_logprobs[0])
 
-        prompts = self._seen(FakePrompts())
+        prompts = FakePrompts(images=self.life.images).prompts(3)
         files = EvaluationFiles(folder, 1 << 20, 1 << 24, lambda ids: "")
-        sampling = SamplingSpec(4, 0.0, 1.0, 1)
-        return Evaluation(tuple(prompts.next(3)), sampling, grade, record=files.write)
+        return replace(evaluation(grade), prompts=prompts, record=files.write)
 
     @asynccontextmanager
     async def _launch(

@@ -27,10 +27,13 @@ from async_opd.files.durable import written_file
 from async_opd.media.cache import MediaCache
 from rollouter.evaluators import Evaluators
 from rollouter.stage import RollouterStage
-from tests.faults import Faults
-from tests.test_pipeline import IMAGE_CACHE, FakeStudent, Straggling, world
 from tests.test_rewind import Handle
 from tests.trainer.test_hand_out import Planner
+from tests.world.clock import Straggling
+from tests.world.faults import Faults
+from tests.world.prompts import IMAGE_BYTES
+from tests.world.run import world
+from tests.world.students import FakeStudent
 from trainer.batcher import Batcher
 from trainer.batches.shares import Fetched, Plan
 from trainer.learner import LearnerReport
@@ -57,8 +60,8 @@ class Student(FakeStudent):
     def load(self, weights: Weights) -> None:
         self.version, self.mark = weights.version, weights.mark
 
-    def _rollout(self, prompt: Prompt, index: int, version: int) -> Rollout:
-        made = super()._rollout(prompt, index, version)
+    def rollout(self, prompt: Prompt, index: int, version: int) -> Rollout:
+        made = super().rollout(prompt, index, version)
         made.rollout_logprobs[:] = -self.mark
         return made
 
@@ -229,7 +232,7 @@ class Cluster:
             max_version_lag=config.async_.max_version_lag,
             model_dir="",
             rank_group=Ranks() if several else SINGLE_RANK,
-            media=MediaCache(made.queue.media, IMAGE_CACHE),
+            media=MediaCache(made.queue.media, IMAGE_BYTES),
         )
         self.stage._computing = self.stage._sending = Inline(pace)  # type: ignore[assignment]
         self._batcher = batcher

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.lives import live
-from tests.faults import Faults
 from tests.lives.life import Life, Process
 from tests.lives.oracle import violations
 from tests.lives.stages import Shape
+from tests.world.faults import Faults
 
 FEW, MANY = 100, 500
 """Seeds of ``make test`` and of ``make test-long``: on an idle core some 25 s, and 2 minutes."""

@@ -16,7 +16,7 @@ from async_opd.observability.stall import StallDetector, most_tokens, teachers_s
 from async_opd.waiting.liveness import PROBES_PER_TIMEOUT
 from async_opd.waiting.waits import EVERY_S, Waits
 from tests.conftest import make_prompt
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 def config(**sections: Any) -> RunConfig:

@@ -12,32 +12,29 @@ from hypothesis import strategies as st
 from async_opd.processes.events import EventLog
 
 
-async def test_who_waits_hears_of_the_next_line() -> None:
-    bulletin = EventLog()
-    waiting = asyncio.create_task(bulletin.after(0))
+async def test_the_next_line_is_waited_for_only_if_asked() -> None:
+    log = EventLog()
+    assert (await log.after(0, wait=False)).lines == ()
+    waiting = asyncio.create_task(log.after(0))
     await asyncio.sleep(0)
-    bulletin.append("a")
+    log.append("a")
     assert (await asyncio.wait_for(waiting, 5)).lines == ("a",)
 
 
-async def test_who_does_not_wait_hears_that_there_is_none() -> None:
-    assert (await EventLog().after(0, wait=False)).lines == ()
-
-
-async def test_who_heard_of_another_life_hears_all_of_this_one_though_its_clock_is_behind(
+async def test_a_listener_of_another_life_gets_all_lines_of_this_one_though_its_clock_is_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(time, "time_ns", iter(range(10**9, 0, -1)).__next__)
     before = EventLog()
     before.append("a")
-    heard = (await before.after(0)).seen
+    seen = (await before.after(0)).seen
     bulletin = EventLog()
     bulletin.append("b")
-    assert (await bulletin.after(heard)).lines == ("b",)
+    assert (await bulletin.after(seen)).lines == ("b",)
 
 
 @given(st.lists(st.sampled_from(["tell", "ask", "ask in vain", "ask and give up"]), max_size=30))
-async def test_every_line_is_heard_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
+async def test_every_line_comes_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
     bulletin, told, heard, number = EventLog(), [], [], 0
     for event in [*events, "ask"]:
         if event == "tell":

@@ -16,7 +16,7 @@ from async_opd.core.errors import Displaced, RolloutFault, StageError, StageTime
 from async_opd.processes.events import Event, State
 from async_opd.processes.members import LONGEST_PAUSE_S, MemberSet, Policy
 from async_opd.waiting.waits import Waits
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer, settle
 
 SERVING, EJECTED, REBUILDING, GONE = State
 ARROWS = {
@@ -28,11 +28,6 @@ ARROWS = {
     (REBUILDING, SERVING),
     (REBUILDING, GONE),
 }
-
-
-async def settle() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
 
 
 @dataclass(eq=False)
@@ -67,7 +62,7 @@ class World:
             {f"m/{index}": Process(f"m/{index}") for index in range(count)},
             Policy(supervision=supervision, **(care | policy)),
             timer=self.timer,
-            clock=lambda: self.timer.now,
+            clock=self.timer.clock,
         )
         self.members.listen(lambda event: self.events.append((self.timer.now, event)))
         self.running = asyncio.create_task(self.members.run())
@@ -99,15 +94,29 @@ class World:
             raise StageError(member.name, "out of memory")
         return Process(member.name, member.value.number + 1)
 
+    @classmethod
+    async def started(cls, count: int = 1, **how: Any) -> World:
+        """Whose members run."""
+        made = cls(count, **how)
+        await settle()
+        return made
+
+    async def dies(self, index: int = 0) -> None:
+        """A member's process dies, and what follows from it happens."""
+        self.members.all[index].value.dead.set()
+        await settle()
+
+    def fails(self, why: str = "a call failed", incarnation: int = 0) -> bool:
+        """The first member fails."""
+        return self.members.fail(self.members["m/0"], incarnation, StageError("m/0", why))
+
     async def advance(self, seconds: float) -> None:
         """Lets so much time pass, from one timer that is due to the next."""
         end = self.timer.now + seconds
         await settle()
-        while due := [when for when, _ in self.timer.due if when <= end]:
-            self.timer.advance(min(due) - self.timer.now)
-            await settle()
-        self.timer.advance(end - self.timer.now)
-        await settle()
+        while due := [left for left in self.timer.left if self.timer.now + left <= end]:
+            await self.timer.passes(min(due))
+        await self.timer.passes(end - self.timer.now)
 
     @property
     def messages(self) -> list[str]:
@@ -118,19 +127,16 @@ class World:
 
 
 async def test_a_member_that_fails_once_and_proves_itself_serves_again_as_the_same() -> None:
-    world = World(probes=1)
-    await settle()
-    world.members.fail(world.members["m/0"], 0, StageError("m/0", "a call failed"))
+    world = await World.started(probes=1)
+    world.fails()
     await settle()
     assert world.messages == ["m/0 is ejected: m/0: a call failed", "m/0 serves again"]
     assert (world.members["m/0"].incarnation, world.members["m/0"].failure) == (0, None)
 
 
 async def test_a_member_that_dies_is_rebuilt_without_waiting_for_its_probes() -> None:
-    world = World(probes=5)
-    await settle()
-    world.members["m/0"].value.dead.set()
-    await settle()
+    world = await World.started(probes=5)
+    await world.dies()
     assert world.messages == [
         "m/0 is ejected: m/0: its process died",
         "m/0 is being rebuilt",
@@ -140,8 +146,7 @@ async def test_a_member_that_dies_is_rebuilt_without_waiting_for_its_probes() ->
 
 
 async def test_a_member_that_gives_no_sign_of_life_is_rebuilt() -> None:
-    world = World()
-    await settle()
+    world = await World.started()
     world.members["m/0"].value.hangs = True
     await world.advance(70)
     assert world.messages[0] == (
@@ -157,26 +162,23 @@ async def test_a_member_whose_loop_ends_has_failed() -> None:
             return
         await asyncio.Event().wait()
 
-    world = World(serve=ends)
-    await settle()
+    world = await World.started(serve=ends)
     assert world.messages[0] == "m/0 is ejected: m/0: its loop ended during the run"
 
 
 async def test_a_member_that_keeps_failing_its_probes_is_rebuilt_after_the_last_one() -> None:
-    world = World(probes=3)
-    await settle()
+    world = await World.started(probes=3)
     world.unfit = {"m/0"}
-    world.members.fail(world.members["m/0"], 0, StageError("m/0", "a call failed"))
+    world.fails()
     await world.advance(8)
     assert world.probed == [0, 2, 8]
     assert world.members["m/0"].incarnation == 1
 
 
 async def test_one_that_nobody_can_rebuild_is_probed_30_s_apart_at_most_and_then_given_up() -> None:
-    world = World(probes=1000, patience_s=100, rebuild=None)
-    await settle()
+    world = await World.started(probes=1000, patience_s=100, rebuild=None)
     world.unfit = {"m/0"}
-    world.members.fail(world.members["m/0"], 0, StageError("m/0", "a call failed"))
+    world.fails()
     await world.advance(140)
     assert world.probed == [0, 2, 8, 22, 52, 82, 112]
     assert (
@@ -191,10 +193,8 @@ async def test_what_an_ejected_member_held_is_given_back_before_it_is_rebuilt() 
     async def leave(member: Any) -> None:
         await given.wait()
 
-    world = World(leave=leave)
-    await settle()
-    world.members["m/0"].value.dead.set()
-    await settle()
+    world = await World.started(leave=leave)
+    await world.dies()
     assert (world.states(), world.tried) == ([EJECTED], [])
     given.set()
     await settle()
@@ -202,17 +202,14 @@ async def test_what_an_ejected_member_held_is_given_back_before_it_is_rebuilt() 
 
 
 async def test_an_answer_that_comes_after_a_rebuild_is_not_the_new_ones_failure() -> None:
-    world = World()
-    await settle()
-    world.members["m/0"].value.dead.set()
-    await settle()
-    assert not world.members.fail(world.members["m/0"], 0, StageError("m/0", "late"))
+    world = await World.started()
+    await world.dies()
+    assert not world.fails("late")
     assert world.states() == [SERVING]
 
 
 async def test_the_last_member_that_is_needed_ends_the_run_with_the_newest_failure() -> None:
-    world = World(2, tries=1, needed=1)
-    await settle()
+    world = await World.started(2, tries=1, needed=1)
     world.broken = {"m/0", "m/1"}
     world.members["m/0"].value.dead.set()
     await world.advance(9)
@@ -225,11 +222,9 @@ async def test_the_last_member_that_is_needed_ends_the_run_with_the_newest_failu
 
 
 async def test_a_run_that_was_cancelled_while_a_member_was_rebuilt_goes_on_with_that() -> None:
-    world = World()
-    await settle()
+    world = await World.started()
     world.broken = {"m/0"}
-    world.members["m/0"].value.dead.set()
-    await settle()
+    await world.dies()
     world.running.cancel()
     await settle()
     world.broken = set()
@@ -240,8 +235,7 @@ async def test_a_run_that_was_cancelled_while_a_member_was_rebuilt_goes_on_with_
 
 
 async def test_who_waits_for_a_state_is_woken_by_the_event_that_makes_it_true() -> None:
-    world = World(2)
-    await settle()
+    world = await World.started(2)
     world.broken = {"m/0"}
     world.members["m/0"].value.dead.set()
     waiting = asyncio.create_task(world.members.until(lambda: len(world.members.serving) == 2))
@@ -327,8 +321,7 @@ async def test_all_that_serve_are_asked_and_those_that_succeed_are_heard() -> No
 async def test_a_member_that_somebody_else_replaces_serves_as_its_next_incarnation(
     dead: bool,
 ) -> None:
-    world = World()
-    await settle()
+    world = await World.started()
     world.running.cancel()
     await settle()
     member = world.members["m/0"]
@@ -450,9 +443,8 @@ def test_deaths_while_rebuilding_come_later_and_later_and_to_an_end(
     pauses: list[int], tries: int
 ) -> None:
     async def body() -> None:
-        world = World(tries=tries)
+        world = await World.started(tries=tries)
         world.broken = {"m/0"}
-        await settle()
         world.members["m/0"].value.dead.set()
         for seconds in pauses:
             await world.advance(seconds)
@@ -469,7 +461,7 @@ def test_deaths_while_rebuilding_come_later_and_later_and_to_an_end(
 async def test_a_member_that_is_rebuilt_for_long_is_waited_for_in_words() -> None:
     world = World(start_s=60, rebuild=lambda member: asyncio.Event().wait())
     lines: list[str] = []
-    world.members.waits = Waits(lines.append, world.timer, lambda: world.timer.now)
+    world.members.waits = Waits(lines.append, world.timer, world.timer.clock)
     world.members.all[0].value.dead.set()
     await world.advance(20)
     assert lines == [
@@ -485,8 +477,7 @@ async def test_a_member_that_lost_its_machine_is_rebuilt_at_once_and_never_too_o
 
     world = World(tries=1, displaced=displaced)
     for incarnation in range(5):
-        world.members.all[0].value.dead.set()
-        await settle()
+        await world.dies()
         assert world.members.all[0].serves(incarnation + 1)
     assert {when for _, when, _ in world.tried} == {0.0}
     words = [str(event) for _, event in world.events if event.after is REBUILDING]
@@ -503,15 +494,13 @@ async def test_a_rebuild_on_a_machine_that_is_lost_meanwhile_is_no_try() -> None
         return Process(member.name, 1)
 
     world = World(tries=1, rebuild=rebuild)
-    world.members.all[0].value.dead.set()
-    await settle()
+    await world.dies()
     assert world.members.all[0].serves(1)
     world.running.cancel()
 
 
 async def test_a_rebuild_says_how_long_the_last_start_took() -> None:
     world = World(took_s=lambda member: 13.6)
-    world.members.all[0].value.dead.set()
-    await settle()
+    await world.dies()
     assert str(world.events[1][1]) == "m/0 is being rebuilt (its last start took 14 s)"
     world.running.cancel()

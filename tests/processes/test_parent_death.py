@@ -27,7 +27,6 @@ if __name__ == "__main__":
 
 def test_a_child_ends_when_its_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(30)

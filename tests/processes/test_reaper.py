@@ -26,7 +26,6 @@ with process_reaper():
 
 def test_orphans_of_a_process_that_is_killed_end_with_it() -> None:
     first = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None
     orphan = int(first.stdout.readline())
     first.kill()
     first.wait(30)
@@ -47,7 +46,6 @@ with process_reaper() as ours:
 
 def test_who_was_noted_ends_without_the_mark_too() -> None:
     first = subprocess.Popen([sys.executable, "-c", HIDDEN], stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None
     hidden = int(first.stdout.readline())
     first.kill()
     first.wait(30)

@@ -2,60 +2,47 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.processes.restarts import Restarts
+from tests.world.clock import ManualTimer
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def restarts(tries: int = 3, window_s: float = 10) -> tuple[Restarts, Clock]:
-    clock = Clock()
-    return Restarts(
-        SupervisionConfig(max_restarts=tries, window_s=window_s, delay_s=2), clock
-    ), clock
+def restarts(tries: int = 3, window_s: float = 10) -> tuple[Restarts, ManualTimer]:
+    timer = ManualTimer()
+    supervision = SupervisionConfig(max_restarts=tries, window_s=window_s, delay_s=2)
+    return Restarts(supervision, timer.clock), timer
 
 
-def test_each_comes_later_than_the_one_before() -> None:
-    made, _ = restarts(tries=4)
-    assert [made.next_delay(0) for _ in range(5)] == [0, 2, 6, 14, None]
-
-
-def test_what_dies_at_the_same_place_is_not_forgotten_however_long_it_takes() -> None:
-    made, clock = restarts(tries=3)
+@pytest.mark.parametrize(
+    ("tries", "deaths", "delays"),
+    [
+        (4, [(0, 0)] * 5, [0, 2, 6, 14, None]),
+        (3, [(1000, 7)] * 4, [0, 2, 6, None]),
+        (1, [(0, 7), (11, 8)], [0, 0]),
+        (2, [(0, 1), (0, 2), (0, 3)], [0, 2, None]),
+        (2, [(0, 9), (11, 5), (11, 8)], [0, 2, None]),
+    ],
+    ids=[
+        "each comes later than the one before",
+        "at the same place none is forgotten however long it takes",
+        "one is forgotten after its time once something newer was reached",
+        "too many in a short time although each went further",
+        "the same place again after a rewind is nothing new",
+    ],
+)
+def test_delays_by_the_seconds_and_the_place_of_each_death(
+    tries: int, deaths: list[tuple[float, int]], delays: list[float | None]
+) -> None:
+    made, timer = restarts(tries)
     found = []
-    for _ in range(4):
-        found.append(made.next_delay(reached=7))
-        clock.now += 1000
-    assert found == [0, 2, 6, None]
-
-
-def test_a_restart_is_forgotten_after_its_time_once_something_newer_was_reached() -> None:
-    made, clock = restarts(tries=1)
-    assert made.next_delay(reached=7) == 0
-    clock.now += 11
-    assert made.next_delay(reached=8) == 0
-
-
-def test_too_many_in_a_short_time_are_too_many_although_each_went_further() -> None:
-    made, _ = restarts(tries=2)
-    assert [made.next_delay(reached) for reached in (1, 2, 3)] == [0, 2, None]
-
-
-def test_what_comes_again_after_a_rewind_is_nothing_new() -> None:
-    made, clock = restarts(tries=2)
-    made.next_delay(reached=9)
-    clock.now += 11
-    made.next_delay(reached=5)
-    clock.now += 11
-    assert made.next_delay(reached=8) is None
+    for seconds, reached in deaths:
+        timer.now += seconds
+        found.append(made.next_delay(reached))
+    assert found == delays
 
 
 @given(
@@ -65,14 +52,14 @@ def test_what_comes_again_after_a_rewind_is_nothing_new() -> None:
 def test_never_more_than_tries_in_a_window_or_without_anything_new(
     tries: int, deaths: list[tuple[float, int]]
 ) -> None:
-    made, clock = restarts(tries)
+    made, timer = restarts(tries)
     granted: list[tuple[float, int]] = []
     reached = 0
     for seconds, done in deaths:
-        clock.now += seconds
+        timer.now += seconds
         reached += done
         if made.next_delay(reached) is not None:
-            granted.append((clock.now, reached))
+            granted.append((timer.now, reached))
     for when, then in granted:
         assert sum(0 <= other - when <= 10 for other, _ in granted) <= max(tries, 1) * bool(tries)
         assert sum(place == then for _, place in granted) <= tries

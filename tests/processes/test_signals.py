@@ -52,7 +52,6 @@ class Program:
         self.children = [int(pid) for pid in self.line().split()]
 
     def line(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def asked(self, number: signal.Signals) -> str:

@@ -15,7 +15,7 @@ from async_opd.media.cache import MediaCache
 from async_opd.queue.held_media import HeldMedia
 from async_opd.queue.message_queue import MessageQueue
 from tests.properties import examples
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 def sha(encoded: bytes) -> str:

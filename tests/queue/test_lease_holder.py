@@ -13,7 +13,7 @@ from async_opd.core.uid import is_traced
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_rollout
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 def batch(*uids: str) -> Batch:

@@ -11,7 +11,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.lease import Lease
 from async_opd.queue.leases import LeaseTable
 from tests.conftest import make_rollout
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 def batches(*uids: str) -> tuple[Batch, ...]:

@@ -10,7 +10,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.errors import LeaseExpired, NotLeased
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_rollout
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 def batch(*uids: str) -> Batch:

@@ -14,7 +14,7 @@ from async_opd.core.errors import QueueClosed
 from async_opd.queue.topic import Topic
 from tests.conftest import make_rollout
 from tests.properties import examples
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 def topic(

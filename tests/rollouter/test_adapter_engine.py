@@ -95,13 +95,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     return asyncio.run(asyncio.wait_for(scenario(tmp_path_factory.mktemp("student")), 500))
 
 
-def test_before_the_first_sync_the_engine_is_the_base(seen: Seen) -> None:
-    assert seen.before < 1e-4
-
-
-def test_after_each_sync_the_engine_computes_with_the_new_adapter(seen: Seen) -> None:
+def test_the_engine_is_the_base_and_after_each_sync_computes_with_the_new_adapter(
+    seen: Seen,
+) -> None:
     assert seen.moved > 0.1
-    assert max(seen.after) < 1e-4
+    assert max(seen.before, *seen.after, seen.rebuilt) < 1e-4  # also one that joins again
 
 
 def test_a_response_in_flight_goes_on_with_the_new_adapter(seen: Seen) -> None:
@@ -121,7 +119,3 @@ def test_every_tensor_of_the_adapter_is_compared_bit_for_bit(seen: Seen) -> None
 def test_an_engine_with_another_adapter_is_caught_within_one_sync(fault: str, seen: Seen) -> None:
     """By a step of 1e-4, which the log-probabilities of held rows need not show."""
     assert "student/0" in seen.reasons[fault]
-
-
-def test_a_replica_that_joins_again_has_the_newest_adapter(seen: Seen) -> None:
-    assert seen.rebuilt < 1e-4

@@ -15,13 +15,10 @@ from rollouter.evaluation_worker import EvaluationWorker
 from rollouter.slots import Slots
 from tests.conftest import make_prompt, make_rollout
 from tests.properties import examples
+from tests.rollouter.test_slots import hold
+from tests.world.clock import settle
 
 TWO = SamplingSpec(4, 1.0, 1.0, 2)
-
-
-async def settle() -> None:
-    for _ in range(8):
-        await asyncio.sleep(0)
 
 
 class Engine:
@@ -42,11 +39,6 @@ class Engine:
         return make_rollout(uid)
 
 
-async def hold(slots: Slots, release: asyncio.Event) -> None:
-    async with slots.reserve():
-        await release.wait()
-
-
 async def begun(
     slots: Slots, prompts: int
 ) -> tuple[Engine, EvaluationWorker, asyncio.Task[list[Rollout]]]:
@@ -54,7 +46,7 @@ async def begun(
     worker = EvaluationWorker(slots, engine.sample)
     asked = [make_prompt(f"p{i}") for i in range(prompts)]
     task = asyncio.create_task(worker.generate(asked, TWO))
-    await settle()
+    await settle(8)
     return engine, worker, task
 
 
@@ -70,7 +62,7 @@ async def test_an_evaluation_has_the_slots_that_are_left_if_rollouts_double(
 ) -> None:
     slots, release = Slots(16), asyncio.Event()
     tasks = [asyncio.create_task(hold(slots, release)) for _ in range(rollouts)]
-    await settle()
+    await settle(8)
     engine, _, task = await begun(slots, 20)
     assert engine.in_flight == answers
     release.set()
@@ -84,7 +76,7 @@ async def test_rollouts_start_at_once_however_many_answers_are_in_flight() -> No
     engine, _, task = await begun(slots, 20)
     assert engine.in_flight == 4
     tasks = [asyncio.create_task(hold(slots, release)) for _ in range(4)]
-    await settle()
+    await settle(8)
     assert slots.running == 4
     release.set()
     engine.finished.set()
@@ -94,10 +86,10 @@ async def test_rollouts_start_at_once_however_many_answers_are_in_flight() -> No
 async def test_answers_that_are_broken_off_begin_again_when_it_goes_on() -> None:
     engine, worker, task = await begun(Slots(2), 2)
     worker.break_off()
-    await settle()
+    await settle(8)
     assert (engine.in_flight, len(engine.asked)) == (0, 2)
     worker.go_on()
-    await settle()
+    await settle(8)
     assert (engine.in_flight, len(engine.asked)) == (2, 4)
     engine.finished.set()
     assert len(await task) == 4
@@ -109,7 +101,7 @@ async def test_an_evaluation_that_is_cancelled_leaves_no_slot_behind() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await settle()
+    await settle(8)
     assert (slots.evaluating, engine.in_flight) == (0, 0)
 
 
@@ -153,7 +145,7 @@ def test_whatever_rollouts_do_the_evaluation_ends_and_no_rollout_waits_for_it(
                 worker.break_off()
             elif move == "go on":
                 worker.go_on()
-            await settle()
+            await settle(8)
             assert slots.running == min(limit, len(held))
             assert slots.evaluating <= limit
         engine.finished.set()

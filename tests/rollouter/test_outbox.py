@@ -42,20 +42,14 @@ async def put_all(box: Outbox, *uids: str) -> list[asyncio.Task[None]]:
     return tasks
 
 
-async def test_what_gathers_while_the_queue_is_busy_leaves_as_one_batch() -> None:
+async def test_items_that_gather_while_the_queue_is_busy_leave_as_one_batch() -> None:
+    """A put returns only when its item is in the queue."""
     box, queue = outbox()
     tasks = await put_all(box, "a/0", "b/0", "c/0")
+    assert not any(task.done() for task in tasks)
     queue.gate.set()
     await asyncio.gather(*tasks)
     assert queue.batches == [["a/0"], ["b/0", "c/0"]]
-
-
-async def test_a_put_returns_only_when_the_item_is_in_the_queue() -> None:
-    box, queue = outbox()
-    (task,) = await put_all(box, "a/0")
-    assert not task.done()
-    queue.gate.set()
-    await task
 
 
 async def test_an_error_of_the_queue_reaches_every_waiting_put() -> None:
@@ -111,21 +105,15 @@ async def test_an_error_of_one_message_leaves_the_others_alone(
     assert [type(result) for result in results] == [type(None), QueueClosed, type(None)]
 
 
-async def test_a_call_of_the_queue_that_is_cancelled_raises_in_its_put() -> None:
+async def test_a_cancelled_call_and_an_item_that_cannot_be_packed_raise_in_the_put() -> None:
     box, queue = outbox()
     queue.error = asyncio.CancelledError()
     queue.gate.set()
     with pytest.raises(StageError, match="was cancelled"):
-        async with asyncio.timeout(5):
-            await box.put("t", make_rollout("a/0"))
-
-
-async def test_an_item_that_cannot_be_packed_raises_in_its_put() -> None:
-    box, _ = outbox()
+        await asyncio.wait_for(box.put("t", make_rollout("a/0")), 5)
     item: Any = object()
     with pytest.raises(AttributeError):
-        async with asyncio.timeout(5):
-            await box.put("t", item)
+        await asyncio.wait_for(box.put("t", item), 5)
 
 
 async def test_a_put_whose_sender_is_closed_raises() -> None:

@@ -36,7 +36,6 @@ def test_the_sampled_tokens_and_the_best_are_told_apart() -> None:
     found = rollout(output([0, 5, 1], top_k=2), 2)
     assert found.response_ids.tolist() == [0, 5, 1]
     assert found.rollout_logprobs.tolist() == [0, -5, -1]
-    assert found.topk_ids is not None
     assert found.topk_ids.tolist() == [[0, 1]] * 3
     assert (found.response_ids.dtype, found.topk_ids.dtype) == (np.int32, np.int32)
 

@@ -143,7 +143,6 @@ def test_a_receiver_has_what_a_trainer_that_was_killed_has_sent_and_nothing_more
         [sys.executable, "-c", SENDER], stdin=-1, stdout=-1, cwd=root, env={**os.environ}
     ) as trainer:
         try:
-            assert trainer.stdout is not None
             opened = json.loads(trainer.stdout.readline())
             secret = bytes.fromhex(opened["secret"])
             at = Rendezvous(HERE, opened["port"], 2, BOUND_S, CHUNK, secret)

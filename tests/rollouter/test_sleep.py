@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
 from async_opd.core.errors import StageError, WorkersFailed
 from async_opd.core.stages import SamplingSpec
-from async_opd.media.engine_prompts import EnginePrompts
-from async_opd.observability.activity import Activity
-from async_opd.waiting.gate import Gate
 from tests.conftest import make_prompt
-from tests.rollouter.test_stage import settle
+from tests.world.clock import settle
+from tests.world.replica import replica_on
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -44,33 +41,6 @@ class Engine:
         await self.woken.wait()
 
 
-class Watch:
-    """An ExitWatch that sees no process."""
-
-    async def within(self, work: Any) -> Any:
-        return await work
-
-
-def replica(engine: Engine) -> Any:
-    """A replica without the processes of a real engine."""
-    from rollouter.evaluation_worker import EvaluationWorker
-    from rollouter.replica import StudentReplica
-    from rollouter.slots import Slots
-
-    made: Any = object.__new__(StudentReplica)
-    made._engine, made._gate = engine, Gate()
-    made._spec, made._media = type("Spec", (), {"kwargs": {}, "name": "s"}), None
-    made._prompts, made._never = EnginePrompts("student", None, None, None), {}
-    made._activity, made._exit_watch = Activity("the engine"), Watch()
-    made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
-    made._unpaused.set()
-    made._rollouts, made._evaluation = Gate(), EvaluationWorker(Slots(4), made._sample)
-    made._counters, made._mixed, made._version = {}, "", 1
-    made._worker = SimpleNamespace(rollouts=0, grading=0, stop=AsyncMock())
-    made._slots = SimpleNamespace(limit=4)
-    return made
-
-
 async def waits_for(student: Any) -> str:
     """What the replica's report says."""
     said: str = (await student.report()).waits_for
@@ -82,7 +52,7 @@ async def test_an_engine_that_was_woken_while_it_drained_does_not_sleep_behind_a
     ends_while_waking: bool,
 ) -> None:
     engine = Engine()
-    student = replica(engine)
+    student = replica_on(engine)
     await student._gate.__aenter__()
     sleeping = asyncio.create_task(student.sleep())
     await settle()
@@ -95,19 +65,19 @@ async def test_an_engine_that_was_woken_while_it_drained_does_not_sleep_behind_a
     await sleeping
     engine.woken.set()
     await waking
-    assert (engine.calls, student._gate._open.is_set()) == (["wake up"], True)
+    assert (engine.calls, student._gate.closed) == (["wake up"], False)
 
 
 async def test_an_engine_sleeps_when_its_requests_are_finished() -> None:
     engine = Engine()
-    student = replica(engine)
+    student = replica_on(engine)
     await student._gate.__aenter__()
     sleeping = asyncio.create_task(student.sleep())
     await settle()
     assert engine.calls == []
     await student._gate.__aexit__()
     await sleeping
-    assert (engine.calls, student._gate._open.is_set()) == (["sleep"], False)
+    assert (engine.calls, student._gate.closed) == (["sleep"], True)
 
 
 async def test_an_engine_that_is_stopped_sleeps_without_the_answers_of_an_evaluation() -> None:
@@ -116,7 +86,7 @@ async def test_an_engine_that_is_stopped_sleeps_without_the_answers_of_an_evalua
     from rollouter.slots import Slots
 
     engine = Engine()
-    student = replica(engine)
+    student = replica_on(engine)
 
     async def long(*_: object) -> Any:
         async with student._gate:
@@ -135,7 +105,7 @@ async def test_an_engine_that_is_stopped_sleeps_without_the_answers_of_an_evalua
 
 async def test_an_engine_of_which_a_worker_fails_to_wake_up_takes_no_requests() -> None:
     engine = Engine()
-    student = replica(engine)
+    student = replica_on(engine)
     await student.sleep()
     engine.broken_sleep = "MemoryError: no room"
     engine.woken.set()
@@ -145,20 +115,20 @@ async def test_an_engine_of_which_a_worker_fails_to_wake_up_takes_no_requests() 
 
 
 async def test_an_idle_replica_waits_for_prompts() -> None:
-    student = replica(Engine())
+    student = replica_on(Engine())
     assert await waits_for(student) == "prompts (admission)"
     with student._activity.busy():
         assert await waits_for(student) == ""
 
 
 async def test_a_replica_that_sleeps_waits_for_its_gpu() -> None:
-    student = replica(Engine())
+    student = replica_on(Engine())
     await student.sleep()
     assert await waits_for(student) == "its GPU, which others use"
 
 
 async def test_a_paused_replica_waits_for_the_newest_weights() -> None:
-    student = replica(Engine())
+    student = replica_on(Engine())
     await student.pause("keep")
     assert await waits_for(student) == "the newest weights"
 
@@ -166,7 +136,7 @@ async def test_a_paused_replica_waits_for_the_newest_weights() -> None:
 async def test_with_weights_of_two_versions_a_replica_waits_for_weights_whatever_is_in_flight() -> (
     None
 ):
-    student = replica(Engine())
+    student = replica_on(Engine())
     await student.pause("keep")
     student._mixed = "some weights were replaced"
     with student._activity.busy():
@@ -180,6 +150,8 @@ class Sampling(Engine):
         super().__init__()
         self.in_flight: dict[str, asyncio.Event] = {}
         self.version = 1
+        vocabulary = SimpleNamespace(get_vocab_size=lambda: 99)
+        self.vllm_config = SimpleNamespace(model_config=vocabulary)
 
     async def generate(self, request: Any, params: Any, name: str, **_: Any) -> Any:
         self.in_flight[name] = asyncio.Event()
@@ -211,28 +183,10 @@ class Sampling(Engine):
     async def resume_generation(self) -> None: ...
 
 
-def sampling_replica(engine: Sampling) -> Any:
-    """One that samples rollouts and answers."""
-    from async_opd.core.stages import SamplingSpec
-
-    made = replica(engine)
-    made._spec.request = lambda uid, sampling, top_k: {"max_tokens": 4}
-    made._spec.sampling, made._spec.top_k, made._spec.name = SamplingSpec(4, 1.0, 1.0, 1), 0, "s"
-    vocabulary = SimpleNamespace(get_vocab_size=lambda: 99)
-    made._engine.vllm_config = SimpleNamespace(model_config=vocabulary)
-    made._requests = made._pending_tokens = made._syncs = 0
-    made._total_paused_s = made._pause_started = 0.0
-    made._counters = dict.fromkeys(("tokens", "request_s", "paused_s"), 0.0)
-    made._adapter = None
-    return made
-
-
 async def in_flight(on_sync: str) -> tuple[Sampling, Any, Any, Any, Any]:
     """A rollout and an evaluation's answer of the same uid, and the pause of a sync."""
-    from async_opd.core.stages import SamplingSpec
-
     engine = Sampling()
-    student = sampling_replica(engine)
+    student = replica_on(engine)
     prompt = make_prompt("p")
     rollout = asyncio.create_task(student._roll(prompt, "p/0"))
     answer = asyncio.create_task(student.generate([prompt], SamplingSpec(4, 0.0, 1.0, 1)))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots, first_limit
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
+from tests.world.clock import settle
 
 
 async def hold(slots: Slots, release: asyncio.Event) -> None:
@@ -20,56 +17,35 @@ async def hold(slots: Slots, release: asyncio.Event) -> None:
         await release.wait()
 
 
-async def test_no_more_run_than_there_are_slots() -> None:
-    slots, release = Slots(2), asyncio.Event()
+async def test_no_more_run_than_there_are_slots_however_their_number_changes() -> None:
+    """More let waiting ones start at once, fewer interrupt nobody."""
+    slots, release, running = Slots(2), asyncio.Event(), []
     tasks = [asyncio.create_task(hold(slots, release)) for _ in range(5)]
-    await settle()
-    assert slots.running == 2
+    for limit in (2, 4, 1):
+        slots.resize(limit)
+        await settle(5)
+        running.append(slots.running)
     release.set()
     await asyncio.gather(*tasks)
-    assert slots.running == 0
-
-
-async def test_more_slots_let_waiting_ones_start_at_once() -> None:
-    slots, release = Slots(1), asyncio.Event()
-    tasks = [asyncio.create_task(hold(slots, release)) for _ in range(3)]
-    await settle()
-    slots.resize(3)
-    await settle()
-    assert slots.running == 3
-    release.set()
-    await asyncio.gather(*tasks)
-
-
-async def test_fewer_slots_interrupt_nobody() -> None:
-    slots, release = Slots(2), asyncio.Event()
-    tasks = [asyncio.create_task(hold(slots, release)) for _ in range(2)]
-    await settle()
-    slots.resize(1)
-    assert slots.running == 2
-    release.set()
-    await asyncio.gather(*tasks)
+    assert (running, slots.running) == ([2, 4, 4], 0)
 
 
 async def test_one_that_is_cancelled_while_it_waits_takes_no_slot_along() -> None:
     slots, release = Slots(1), asyncio.Event()
     first = asyncio.create_task(hold(slots, release))
     waiting = asyncio.create_task(hold(slots, release))
-    await settle()
+    await settle(5)
     waiting.cancel()
     release.set()
     await asyncio.gather(first, waiting, return_exceptions=True)
     assert (slots.running, await asyncio.wait_for(slots.room(), 5)) == (0, 1)
 
 
-async def test_room_is_told_in_groups() -> None:
+async def test_room_is_in_groups_and_there_is_some_as_soon_as_one_slot_is_free() -> None:
     assert await Slots(10, group_size=4).room() == 2
-
-
-async def test_there_is_room_for_a_group_as_soon_as_one_slot_is_free() -> None:
     slots, release = Slots(2, group_size=4), asyncio.Event()
     task = asyncio.create_task(hold(slots, release))
-    await settle()
+    await settle(5)
     assert await slots.room() == 1
     release.set()
     await task
@@ -78,9 +54,9 @@ async def test_there_is_room_for_a_group_as_soon_as_one_slot_is_free() -> None:
 async def test_there_is_no_room_while_somebody_waits_for_a_slot() -> None:
     slots, release = Slots(1), asyncio.Event()
     tasks = [asyncio.create_task(hold(slots, release)) for _ in range(2)]
-    await settle()
+    await settle(5)
     room = asyncio.create_task(slots.room())
-    await settle()
+    await settle(5)
     assert not room.done()
     release.set()
     await asyncio.gather(*tasks)
@@ -94,20 +70,20 @@ def test_an_engine_that_takes_everything_gets_more_up_to_a_few_that_wait() -> No
     assert limit.limit == 34
 
 
-def test_preemption_brings_the_limit_down_to_what_runs() -> None:
-    assert AdaptiveLimit(64).observe(EngineLoad(20, 5, 3, 0.99)) == 20
-
-
-def test_requests_that_wait_for_kv_cache_bring_the_limit_down() -> None:
-    assert AdaptiveLimit(64).observe(EngineLoad(20, 5, 0, 0.97)) == 20
-
-
-def test_requests_that_wait_behind_a_full_batch_do_not() -> None:
-    assert AdaptiveLimit(64).observe(EngineLoad(64, 4, 0, 0.5)) == 68
-
-
-def test_a_full_kv_cache_without_waiting_requests_is_left_as_it_is() -> None:
-    assert AdaptiveLimit(64, limit=30).observe(EngineLoad(30, 0, 0, 0.95)) == 30
+@pytest.mark.parametrize(
+    ("given", "load", "limit"),
+    [
+        ({}, EngineLoad(20, 5, 3, 0.99), 20),
+        ({}, EngineLoad(20, 5, 0, 0.97), 20),
+        ({}, EngineLoad(64, 4, 0, 0.5), 68),
+        ({"limit": 30}, EngineLoad(30, 0, 0, 0.95), 30),
+    ],
+    ids=["preemption", "waiting for KV cache", "waiting behind a full batch", "full, none waits"],
+)
+def test_the_limit_comes_down_to_the_running_requests_where_the_kv_cache_is_short(
+    given: dict[str, int], load: EngineLoad, limit: int
+) -> None:
+    assert AdaptiveLimit(64, **given).observe(load) == limit
 
 
 @given(

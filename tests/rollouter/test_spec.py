@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.train import LoraConfig
 from async_opd.core.stages import SamplingSpec
 from rollouter.spec import StudentEngineSpec
+from tests.world.config import run_config
 
 
 def spec(seed: int | None) -> StudentEngineSpec:
@@ -28,31 +29,19 @@ def test_a_rollouts_seed_depends_on_the_runs_seed_and_its_uid_only() -> None:
 STUDENT = Path(__file__).parents[2] / "examples" / "quickstart" / "models" / "student"
 
 
+def made(model: Path = STUDENT, evaluates: bool = False, **sections: Any) -> StudentEngineSpec:
+    config = run_config(**{"student": {"model": str(model)}} | sections)
+    return StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None, evaluates)
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_only_a_replica_that_generates_rollouts_grades_rewards(evaluates: bool) -> None:
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": str(STUDENT)},
-            "teachers": {"t": {"model": "t"}},
-            "data": {"train": "none.jsonl"},
-            "rollout": {"n": 2},
-            "reward": {"grader": "exact"},
-        }
-    )
-    found = StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None, evaluates)
+    found = made(evaluates=evaluates, rollout={"n": 2}, reward={"grader": "exact"})
     assert (found.grader is None) == evaluates
 
 
 def engine_arguments(lora: LoraConfig | None) -> dict[str, object]:
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": str(STUDENT)},
-            "teachers": {"t": {"model": "t"}},
-            "data": {"train": "none.jsonl"},
-            "train": {"lora": lora},
-        }
-    )
-    return StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None).kwargs
+    return made(train={"lora": lora}).kwargs
 
 
 def test_an_engine_that_applies_adapters_has_room_for_one_of_their_rank() -> None:
@@ -73,23 +62,15 @@ def test_an_engine_that_gets_merged_weights_has_no_lora() -> None:
     assert engine_arguments(LoraConfig(rank=5)) == engine_arguments(None)
 
 
-def images_of(model: Path, **student: object) -> dict[str, object]:
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": str(model), **student},
-            "teachers": {"t": {"model": "t"}},
-            "data": {"train": "none.jsonl", "max_images": 2},
-        }
-    )
-    return StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None).kwargs
+IMAGES = {"train": "none.jsonl", "max_images": 2}
 
 
-def test_an_engine_of_a_model_that_sees_takes_the_datas_images(tmp_path: Path) -> None:
+def test_an_engine_of_a_vision_model_takes_the_datas_images_and_one_of_text_none(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
-    found = images_of(tmp_path, processor_kwargs={"max_pixels": 784})
+    student = {"model": str(tmp_path), "processor_kwargs": {"max_pixels": 784}}
+    found = made(student=student, data=IMAGES).kwargs
     assert found["limit_mm_per_prompt"] == {"image": 2, "video": 0, "audio": 0}
     assert found["mm_processor_kwargs"] == {"max_pixels": 784}
-
-
-def test_an_engine_of_a_model_of_text_takes_none() -> None:
-    assert "limit_mm_per_prompt" not in images_of(STUDENT)
+    assert "limit_mm_per_prompt" not in made(data=IMAGES).kwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,121 +13,50 @@ from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageError, first_cause
-from async_opd.core.reports import Progress, StageReport
+from async_opd.core.reports import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.processes.events import State
 from rollouter.stage import RollouterStage
-from tests.conftest import make_prompt, make_rollout
+from tests.conftest import make_prompt
+from tests.world.clock import ManualTimer, settle
+from tests.world.students import FakeReplica
 
 GREEDY = SamplingSpec(4, 0.0, 1.0, 1)
-
-
-async def settle() -> None:
-    for _ in range(40):
-        await asyncio.sleep(0)
-
-
-class Clock:
-    """Timers that ring when told to; ``delays`` is what was asked for."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[float, Callable[[], None]]] = []
-        self.delays: list[float] = []
-
-    def __call__(self, delay: float, call: Callable[[], None]) -> Any:
-        self.delays.append(delay)
-        entry = (delay, call)
-        self.pending.append(entry)
-        clock = self
-
-        class Handle:
-            def cancel(self) -> None:
-                if entry in clock.pending:
-                    clock.pending.remove(entry)
-
-        return Handle()
-
-    async def ring(self, *delays: float) -> None:
-        """Every pending timer of these delays (all, without any) rings; then things settle."""
-        for entry in list(self.pending):
-            if entry in self.pending and (not delays or entry[0] in delays):
-                self.pending.remove(entry)
-                entry[1]()
-        await settle()
-
-
-class Replica:
-    def __init__(self, name: str, life: int = 0) -> None:
-        self.name, self.life = name, life
-        self.consumer = f"{name}#{life}"
-        self.death: asyncio.Future[None] = asyncio.Future()
-        self.hangs = False
-        self.runs = False
-        self.tokens = 0
-        self.counters: dict[str, float] = {}
-        self.waits_for = ""
-
-    async def run(self) -> None:
-        self.runs = True
-        await asyncio.shield(self.death)
-
-    def die(self) -> None:
-        self.death.set_exception(StageError(self.name, "its process died"))
-
-    async def alive(self) -> None:
-        if self.hangs:
-            await asyncio.Event().wait()
-
-    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        if self.hangs:
-            await asyncio.Event().wait()
-        if self.death.done():
-            await self.death
-        return [make_rollout(f"{prompt.uid}/0", version=self.life) for prompt in prompts]
-
-    async def progress(self) -> Progress:
-        return Progress(self.tokens, 1)
-
-    async def report(self) -> StageReport:
-        if self.death.done():
-            await self.death
-        return StageReport(self.counters, {"version": float(self.life)}, waits_for=self.waits_for)
 
 
 class World:
     """A pool of ``count`` replicas whose rebuilding can be made to fail."""
 
     def __init__(self, count: int, tries: int = 3, current: asyncio.Event | None = None) -> None:
-        self.clock = Clock()
-        self.replicas = {f"student/{i}": Replica(f"student/{i}") for i in range(count)}
+        self.clock = ManualTimer()
+        self.replicas = {f"student/{i}": FakeReplica(f"student/{i}") for i in range(count)}
         self.broken: set[str] = set()  # cannot be rebuilt
         self.attempts: list[str] = []
         self.released: list[str] = []
-        self.told: list[str] = []
+        self.lines: list[str] = []
         queue: Any = self
         self.stage = RollouterStage(
-            dict(self.replicas),
+            {**self.replicas},  # type: ignore[arg-type]
             queue,
             self.rebuild,
             SupervisionConfig(max_restarts=tries, delay_s=2, timeout_s=60),
             timer=self.clock,
             current=current,
         )
-        self.stage.members.listen(lambda event: self.told.append(str(event)))
+        self.stage.members.listen(lambda event: self.lines.append(str(event)))
         self.running = asyncio.create_task(self.stage.run())
 
     def passes_hours(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Between any two deaths."""
-        hours = itertools.count(0, 3600)
+        hours = itertools.count(0.0, 3600.0)
         for restarts in self.stage.members._restarts.values():
-            monkeypatch.setattr(restarts, "_clock", lambda: float(next(hours)))
+            monkeypatch.setattr(restarts, "_clock", hours.__next__)
 
-    async def dies(self, name: str) -> None:
+    async def dies(self, name: str = "student/0") -> None:
         await settle()
         self.replicas[name].die()
         await settle()
-        await self.clock.ring(2, 6)
 
     async def release(self, topic: str, consumer: str) -> int:
         self.released.append(consumer)
@@ -138,28 +67,20 @@ class World:
         self.attempts.append(name)
         if name in self.broken:
             raise StageError(name, "out of memory")
-        self.replicas[name] = Replica(name, member.value.life + 1)
+        self.replicas[name] = FakeReplica(name, member.value.life + 1)
         return self.replicas[name]
 
 
-async def test_a_replica_that_dies_gives_back_what_it_had_and_is_rebuilt_at_once() -> None:
-    world = World(2)
-    await settle()
-    world.replicas["student/0"].die()
-    await settle()
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_replica_that_dies_gives_back_its_leases_and_is_rebuilt_at_once(
+    count: int,
+) -> None:
+    world = World(count)
+    await world.dies()
     assert world.released == ["student/0#0"]
-    assert world.told[0] == "student/0 is ejected: student/0: its process died"
+    assert world.lines[0] == "student/0 is ejected: student/0: its process died"
     assert world.replicas["student/0"].consumer == "student/0#1"
-    assert world.replicas["student/0"].runs
-
-
-async def test_the_last_one_is_rebuilt_too() -> None:
-    world = World(1)
-    await settle()
-    world.replicas["student/0"].die()
-    await settle()
-    assert world.replicas["student/0"].runs
-    assert not world.running.done()
+    assert ("run", 1) in world.replicas["student/0"].calls
 
 
 async def test_what_fails_in_a_weight_sync_is_rebuilt() -> None:
@@ -175,20 +96,18 @@ async def test_one_that_does_not_answer_in_time_is_rebuilt() -> None:
     world = World(2)
     await settle()
     world.replicas["student/0"].hangs = True
-    await world.clock.ring(10)
-    await world.clock.ring(60)
+    await world.clock.passes(10)
+    await world.clock.passes(60)
     assert world.attempts == ["student/0"]
-    assert "a heartbeat took longer than 60 s" in world.told[0]
+    assert "a heartbeat took longer than 60 s" in world.lines[0]
 
 
 async def test_tries_come_later_and_later_and_then_end() -> None:
     world = World(1)
-    await settle()
     world.broken = {"student/0"}
-    world.replicas["student/0"].die()
-    await settle()
-    await world.clock.ring(2)
-    await world.clock.ring(6)
+    await world.dies()
+    await world.clock.passes(2)
+    await world.clock.passes(6)
     assert len(world.attempts) == 3
     assert [delay for delay in world.clock.delays if delay in (2, 6, 14)] == [2, 6]
     with pytest.raises(ExceptionGroup) as caught:
@@ -202,8 +121,9 @@ async def test_a_replica_that_dies_before_it_has_done_anything_is_given_up_in_th
     world = World(2, tries=2)
     world.passes_hours(monkeypatch)
     for _ in range(3):
-        await world.dies("student/0")
-    assert world.told[-1].startswith("student/0 is gone for good: student/0: ")
+        await world.dies()
+        await world.clock.passes(6)
+    assert world.lines[-1].startswith("student/0 is gone for good: student/0: ")
 
 
 async def test_a_replica_that_served_during_a_step_since_has_its_old_deaths_forgotten(
@@ -212,7 +132,8 @@ async def test_a_replica_that_served_during_a_step_since_has_its_old_deaths_forg
     world = World(2, tries=2)
     world.passes_hours(monkeypatch)
     for _ in range(6):
-        await world.dies("student/0")
+        await world.dies()
+        await world.clock.passes(6)
         world.replicas["student/0"].counters = {"tokens": 8.0}
         await world.stage.report()
     assert world.replicas["student/0"].life == 6
@@ -220,12 +141,10 @@ async def test_a_replica_that_served_during_a_step_since_has_its_old_deaths_forg
 
 async def test_one_that_is_gone_for_good_does_not_end_the_others() -> None:
     world = World(2, tries=1)
-    await settle()
     world.broken = {"student/0"}
-    world.replicas["student/0"].die()
-    await settle()
+    await world.dies()
     assert not world.running.done()
-    assert world.told[-1].startswith("student/0 is gone for good: student/0: ")
+    assert world.lines[-1].startswith("student/0 is gone for good: student/0: ")
 
 
 async def test_an_evaluation_asks_another_one_for_what_a_dead_one_did_not_answer() -> None:
@@ -241,9 +160,7 @@ async def test_an_evaluation_asks_another_one_for_what_a_dead_one_did_not_answer
 
 async def test_an_evaluation_waits_for_the_only_replica_to_be_rebuilt() -> None:
     world = World(1)
-    await settle()
-    world.replicas["student/0"].die()
-    await settle()
+    await world.dies()
     (answer,) = await world.stage.generate([make_prompt("p")], GREEDY)
     assert answer.version_spans[0].version == 1
 
@@ -266,14 +183,12 @@ async def test_after_a_refused_prompt_an_evaluation_ejects_no_replica_that_fails
         await world.stage.generate([make_prompt("p0"), make_prompt("p1")], GREEDY)
     late.set()
     await settle()
-    assert (world.told, world.attempts) == ([], [])
+    assert (world.lines, world.attempts) == ([], [])
 
 
 async def test_the_report_counts_rebuilds_and_who_serves() -> None:
     world = World(2)
-    await settle()
-    world.replicas["student/0"].die()
-    await settle()
+    await world.dies()
     gauges = (await world.stage.report()).gauges
     assert (gauges["rebuilds"], gauges["replicas"]) == (1, 2)
 
@@ -296,11 +211,11 @@ async def test_progress_counts_the_tokens_of_all_replicas_and_of_those_before_th
     await settle()
     for replica in world.replicas.values():
         replica.tokens = 10
-    assert await world.stage.progress() == Progress(20, 2)
+    assert await world.stage.progress() == Progress(20, 2000)
     world.replicas["student/0"].die()
     await settle()
     world.replicas["student/0"].tokens = 4
-    assert await world.stage.progress() == Progress(24, 2)
+    assert await world.stage.progress() == Progress(24, 2000)
 
 
 @given(deaths=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=12))
@@ -315,11 +230,11 @@ def test_whoever_dies_or_hangs_everybody_serves_in_the_end_and_gave_everything_b
                 replica = world.replicas[f"student/{number}"]
                 if hangs:
                     replica.hangs = True
-                elif not replica.death.done():
+                else:
                     replica.die()
             await settle()
         for _ in range(40):
-            await world.clock.ring()
+            await world.clock.passes(100)
         assert [member.state for member in world.stage.members.all] == [State.SERVING] * 3
         lives = {f"{r.name}#{life}" for r in world.replicas.values() for life in range(r.life)}
         assert set(world.released) == lives

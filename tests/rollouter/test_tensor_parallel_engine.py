@@ -34,20 +34,12 @@ def seen() -> dict[str, Any]:
     return asyncio.run(scenario())
 
 
-def test_both_workers_get_the_weights(seen: dict[str, Any]) -> None:
-    assert seen["first"] < 1e-4
-
-
-def test_a_transfer_that_breaks_off_leaves_both_workers_the_old_weights(
+def test_both_workers_get_the_weights_or_keep_the_old_ones_if_a_transfer_breaks_off(
     seen: dict[str, Any],
 ) -> None:
     words, distance = seen["broken off"]
     assert "broke off" in words
-    assert distance < 1e-4
-
-
-def test_the_transfer_after_it_is_complete(seen: dict[str, Any]) -> None:
-    assert seen["after it"] < 1e-4
+    assert max(seen["first"], distance, seen["after it"]) < 1e-4
 
 
 def test_after_a_load_that_breaks_off_both_workers_wait_for_the_next_transfer(

@@ -25,10 +25,10 @@ from async_opd.tools.plan.sim.simulation import predict
 from async_opd.tools.replay.kept_run import replay_plan
 from async_opd.tools.report.recorded_run import RecordedRun
 from async_opd.tools.report.run_charts import evaluation_lines
-from tests.checkpoint.test_store import config
 from tests.fuzz.command import bounded
 from tests.tools.plan.settings import rollouts, setting
 from tests.tools.replay import kept
+from tests.world.config import run_config as config
 
 MANY = 400_000
 

@@ -21,7 +21,8 @@ from async_opd.files.foreign import MAX_PARTS
 from async_opd.files.remote import RemoteFile
 from async_opd.observability.loggers.logged_run import LoggedRun
 from tests.checkpoint.test_mirror import IDENTITY, URL, LocalRun, sync
-from tests.checkpoint.test_store import ROWS, config
+from tests.checkpoint.test_store import ROWS
+from tests.world.config import run_config as config
 
 CODE = b"print('not of the user')\n"
 DESCRIPTIONS = {

@@ -19,8 +19,8 @@ from async_opd.files.run_format import write_run_format
 from async_opd.observability.live.live_file import LIVE_FILE, read_live
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, SUMMARY
 from async_opd.tools.report.recorded_run import read_recorded_run, read_summary
-from tests.checkpoint.test_store import config
 from tests.fuzz.command import command
+from tests.world.config import run_config as config
 
 HUGE = 10**400
 ODD = [HUGE, float("nan"), float("inf"), float("-inf"), 1.7e308]

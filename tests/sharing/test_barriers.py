@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from async_opd.sharing.barriers import Barriers
+from tests.world.clock import settle
 
 NAME = ("teacher", 0)
 
@@ -24,35 +25,20 @@ class Work:
             raise self.error
 
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 def arrival(barriers: Barriers, participant: int, work: Work) -> asyncio.Task[None]:
     return asyncio.create_task(barriers.arrive(NAME, participant, (0, 1), work))
 
 
-async def test_the_work_begins_when_the_last_participant_arrives() -> None:
+async def test_the_work_begins_when_the_last_one_arrives_and_none_goes_on_before_its_end() -> None:
     barriers, work = Barriers(), Work()
-    first = arrival(barriers, 0, work)
+    tasks = [arrival(barriers, 0, work)]
     await settle()
     before = work.calls
-    last = arrival(barriers, 1, work)
+    tasks.append(arrival(barriers, 1, work))
     await settle()
-    assert (before, work.calls) == (0, 1)
-    work.released.set()
-    await asyncio.gather(first, last)
-
-
-async def test_no_participant_goes_on_before_the_work_is_done() -> None:
-    barriers, work = Barriers(), Work()
-    tasks = [arrival(barriers, i, work) for i in (0, 1)]
-    await settle()
-    early = [task.done() for task in tasks]
+    assert (before, work.calls, [task.done() for task in tasks]) == (0, 1, [False, False])
     work.released.set()
     await asyncio.gather(*tasks)
-    assert early == [False, False]
     assert work.calls == 1
 
 

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from async_opd.sharing.gpu_turns import GpuTurns
-from tests.rollouter.test_stage import settle
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer, settle
 
 
 class Gpu:
@@ -43,22 +42,13 @@ class Gpu:
         return taken
 
     async def lingers(self, seconds: float) -> None:
-        self.timer.advance(seconds)
-        await settle()
+        await self.timer.passes(seconds)
 
 
-async def test_work_waits_for_a_turn_between_onload_and_offload() -> None:
+async def test_work_waits_for_a_turn_of_which_also_work_within_the_linger_time_is() -> None:
     gpu = Gpu()
     await gpu.begins("step")
     assert gpu.done == []
-    await gpu.turn()
-    await gpu.lingers(1)
-    assert gpu.done == ["onload", "step", "offload"]
-
-
-async def test_work_that_comes_within_the_linger_time_is_of_the_same_turn() -> None:
-    gpu = Gpu()
-    await gpu.begins("step")
     await gpu.turn()
     await gpu.lingers(0.9)
     await gpu.begins("snapshot")

@@ -11,8 +11,8 @@ import pytest
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.reports import Progress, SyncReport
 from async_opd.sharing.time_sharing import GpuLock, GpuTimeSharing, SharedLock, holding
-from tests.sharing.locked_sync import LockedSync
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer, settle
+from tests.world.sync import LockedSync
 
 
 class Engine:
@@ -86,26 +86,24 @@ class World:
 
     async def starts(self) -> None:
         self.running = asyncio.create_task(self.sharing.run())
-        await settled()
+        await settle()
 
     async def breaks_off(self) -> None:
-        assert self.running is not None
         self.running.cancel()
         await asyncio.wait({self.running})
 
-    async def a_phase(self) -> None:
-        """One scoring phase from start to end."""
+    async def begins(self) -> None:
+        """A scoring phase begins."""
         self.teachers.full.set()
         await asyncio.wait_for(self.teachers.begun.wait(), 5)
+
+    async def a_phase(self) -> None:
+        """One scoring phase from start to end."""
+        await self.begins()
         self.teachers.done.set()
-        await settled()
+        await settle()
         self.teachers.done.clear()
         assert not self.sharing.lock.locked()
-
-
-async def settled() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -135,7 +133,7 @@ async def test_nobody_takes_the_gpus_before_the_hosts_are_awake_that_another_one
     )
     world.engine.awake = False
     pushing = asyncio.create_task(world.sharing.lock.acquire("a push"))
-    await settled()
+    await settle()
     assert not pushing.done()
     await world.starts()
     assert (pushing.done(), world.engine.awake) == (True, True)
@@ -161,11 +159,10 @@ async def test_no_weights_are_pushed_after_a_phase_that_broke_off_before_the_hos
             return SyncReport(1, {})
 
     sync: Any = LockedSync(Sync(), replicas=world.sharing.lock, trainer=None)
-    world.teachers.full.set()
-    await asyncio.wait_for(world.teachers.begun.wait(), 5)
+    await world.begins()
     await world.breaks_off()
     push = asyncio.create_task(sync.push())
-    await settled()
+    await settle()
     await world.starts()
     await asyncio.wait_for(push, 5)
     assert awake == [True]
@@ -205,6 +202,13 @@ async def test_a_host_that_generates_nothing_and_does_not_sleep_ends_the_run() -
     assert "raise timeouts.request_s" in caught.value.remedy
 
 
+async def quiet(timer: ManualTimer, times: int) -> None:
+    """A quarter of the bound passes, so often."""
+    for _ in range(times):
+        await settle()
+        timer.advance(25)
+
+
 class Copies:
     """A sync that copies and sends when the test says so."""
 
@@ -234,10 +238,9 @@ class TestLock:
         copies = Copies()
         copies.goes_on.set()
         sync = LockedSync(copies, replicas=None, trainer=world.sharing.lock)
-        world.teachers.full.set()
-        await asyncio.wait_for(world.teachers.begun.wait(), 5)
+        await world.begins()
         snapshot = asyncio.create_task(sync.snapshot(1))
-        await settled()
+        await settle()
         assert (copies.begun, world.engine.awake) == ([], False)
         world.teachers.done.set()
         await asyncio.wait_for(snapshot, 5)
@@ -250,9 +253,9 @@ class TestLock:
         copies = Copies()
         sync: Any = LockedSync(copies, replicas=None, trainer=world.sharing.lock)
         work = asyncio.create_task(sync.snapshot(1) if what == "snapshot" else sync.push())
-        await settled()
+        await settle()
         world.teachers.full.set()
-        await settled()
+        await settle()
         assert (copies.begun, world.engine.awake) == ([what], True)
         copies.goes_on.set()
         await asyncio.wait_for(work, 5)
@@ -271,9 +274,7 @@ class TestLock:
         gpus = lock(100, timer)
         await gpus.acquire("a scoring phase")
         waiting = asyncio.create_task(gpus.acquire("a snapshot"))
-        for _ in range(4):
-            await settled()
-            timer.advance(25)
+        await quiet(timer, 4)
         words = "rollout: a snapshot waits for the GPUs, which a scoring phase has: .* for 100 s"
         with pytest.raises(StageTimeout, match=words):
             await asyncio.wait_for(waiting, 5)
@@ -287,9 +288,7 @@ class TestLock:
         gpus = GpuLock("rollout", progress, 100, timer)
         await gpus.acquire("a scoring phase")
         waiting = asyncio.create_task(gpus.acquire("a snapshot"))
-        for _ in range(20):
-            await settled()
-            timer.advance(25)
+        await quiet(timer, 20)
         assert not waiting.done()
         gpus.release()
         await asyncio.wait_for(waiting, 5)
@@ -301,14 +300,14 @@ class TestLock:
         gpus = lock()
         await gpus.acquire("a scoring phase")
         waiting = asyncio.create_task(gpus.acquire("a snapshot"))
-        await settled()
+        await settle()
         if late:
             gpus.release()
             await asyncio.sleep(0)
         waiting.cancel()
         if not late:
             gpus.release()
-        await settled()
+        await settle()
         assert (waiting.cancelled(), gpus.locked()) == (True, False)
 
     async def test_rebuilds_wait_for_a_scoring_phase_together_and_exclude_the_next_one(
@@ -322,17 +321,16 @@ class TestLock:
                 inside.append(index)
                 await over.wait()
 
-        world.teachers.full.set()
-        await asyncio.wait_for(world.teachers.begun.wait(), 5)
+        await world.begins()
         rebuilds = [asyncio.create_task(rebuild(index)) for index in range(2)]
-        await settled()
+        await settle()
         assert inside == []
         world.teachers.done.set()
-        await settled()
+        await settle()
         assert inside == [0, 1]
         world.teachers.done.clear()
         world.teachers.full.set()
-        await settled()
+        await settle()
         assert not world.teachers.begun.is_set()
         over.set()
         await asyncio.gather(*rebuilds)
@@ -348,9 +346,7 @@ class TestLock:
                 raise AssertionError
 
         waiting = asyncio.create_task(both())
-        for _ in range(4):
-            await settled()
-            timer.advance(25)
+        await quiet(timer, 4)
         with pytest.raises(StageTimeout):
             await asyncio.wait_for(waiting, 5)
         assert not first.locked()

@@ -81,28 +81,30 @@ def test_one_wrong_array_anywhere_in_a_batch_is_an_error_with_its_uid(scores: An
         check("t", ASKED, answer(scores))
 
 
-def test_scores_of_another_length_are_an_error() -> None:
-    with pytest.raises(StageError, match="p/1: 4 response tokens"):
-        check("t", ASKED, answer(SampledLogprobs(SAMPLED[:2])))
+WHOLE = answer(SOUND[0])
 
 
-def test_a_token_that_is_twice_in_a_support_is_named() -> None:
-    with pytest.raises(StageError, match="p/1 has token 9 twice at position 3"):
-        check("t", ASKED, answer(TopK(with_value(IDS, 9), LOGPROBS, SAMPLED)))
-
-
-def test_other_samples_than_those_asked_for_are_an_error() -> None:
-    asked = Batch.pack([make_rollout("p/0"), make_rollout("p/2")])
-    with pytest.raises(StageError, match="answered with 2 other samples"):
-        check("t", asked, answer(SOUND[0]))
-
-
-def test_rollouts_are_no_samples() -> None:
-    with pytest.raises(StageError, match="items that are no samples"):
-        check("t", ASKED, ASKED)
-
-
-def test_an_answer_that_was_cut_off_is_an_error() -> None:
-    whole = answer(SOUND[0])
-    with pytest.raises(StageError, match="does not fit its headers"):
-        check("t", ASKED, replace(whole, buffer=whole.buffer[:-1]))
+@pytest.mark.parametrize(
+    ("asked", "given", "cause"),
+    [
+        (ASKED, answer(SampledLogprobs(SAMPLED[:2])), "p/1: 4 response tokens"),
+        (
+            ASKED,
+            answer(TopK(with_value(IDS, 9), LOGPROBS, SAMPLED)),
+            "p/1 has token 9 twice at position 3",
+        ),
+        (
+            Batch.pack([make_rollout("p/0"), make_rollout("p/2")]),
+            WHOLE,
+            "answered with 2 other samples",
+        ),
+        (ASKED, ASKED, "items that are no samples"),
+        (ASKED, replace(WHOLE, buffer=WHOLE.buffer[:-1]), "does not fit its headers"),
+    ],
+    ids=["another length", "a token twice", "others", "rollouts", "cut off"],
+)
+def test_an_answer_that_does_not_fit_is_an_error_with_its_cause(
+    asked: Batch, given: Batch, cause: str
+) -> None:
+    with pytest.raises(StageError, match=cause):
+        check("t", asked, given)

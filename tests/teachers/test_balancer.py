@@ -15,6 +15,7 @@ from async_opd.core.errors import NoReplica
 from async_opd.processes.members import Member, MemberSet, Policy
 from teachers.balancer import Balancer, Reservation
 from tests.properties import examples
+from tests.world.clock import settle
 
 NAMES = "abcdefgh"
 
@@ -53,11 +54,6 @@ class Pool:
         return (await self.balancer.reserve(tokens, key)).member.name
 
 
-async def settle() -> None:
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
 async def test_work_goes_to_the_replica_with_the_fewest_tokens() -> None:
     pool = Pool("ab", 4)
     assert [await pool.take(tokens) for tokens in (100, 1, 1)] == ["a", "b", "b"]
@@ -90,7 +86,7 @@ async def test_work_waits_while_every_replica_is_full() -> None:
     balancer = Pool("a", 1).balancer
     place = await balancer.reserve(1)
     waiting = asyncio.create_task(balancer.reserve(1))
-    await settle()
+    await settle(3)
     assert (waiting.done(), balancer.waiting) == (False, 1)
     balancer.release(place)
     await asyncio.wait_for(waiting, 5)
@@ -100,7 +96,7 @@ async def test_cancelled_work_passes_its_place_on_even_if_it_was_just_given_one(
     balancer = Pool("a", 1).balancer
     place = await balancer.reserve(1)
     first, second = (asyncio.create_task(balancer.reserve(1)) for _ in range(2))
-    await settle()
+    await settle(3)
     balancer.release(place)
     first.cancel()  # it has the place, and has not run since
     assert (await asyncio.wait_for(second, 5)).member.name == "a"
@@ -115,12 +111,9 @@ async def test_a_place_released_twice_counts_once() -> None:
     balancer.release(other)
 
 
-def test_no_replica_is_refused_at_once_with_the_arithmetic() -> None:
+def test_no_replica_and_no_place_on_one_are_refused_at_once_with_the_arithmetic() -> None:
     with pytest.raises(NoReplica, match="0 replicas x 4 in flight each can serve 0 requests"):
         Pool("", 4)
-
-
-def test_no_place_on_a_replica_is_refused() -> None:
     with pytest.raises(ValueError, match="0 in flight per replica"):
         Pool("a", 0)
 
@@ -136,7 +129,7 @@ async def test_when_the_last_replica_leaves_waiting_and_later_work_fails_with_a_
     pool = Pool("a", 1)
     held = await pool.balancer.reserve(1)
     waiting = asyncio.create_task(pool.balancer.reserve(1))
-    await settle()
+    await settle(3)
     await pool.remove("a")
     reason = "teacher t: all 1 replicas are gone; the last failure: RuntimeError: no memory left"
     for work in (waiting, pool.balancer.reserve(1)):
@@ -145,22 +138,15 @@ async def test_when_the_last_replica_leaves_waiting_and_later_work_fails_with_a_
     pool.balancer.release(held)
 
 
-async def test_a_replica_that_was_rebuilt_starts_from_nothing() -> None:
-    pool = Pool("ab", 1)
-    held = await pool.balancer.reserve(9)
-    pool.rebuild("a")
-    assert pool.balancer.outstanding_tokens == (0, 0)
-    pool.balancer.release(held)
-    assert pool.balancer.outstanding_tokens == (0, 0)
-
-
-async def test_a_replica_that_was_rebuilt_takes_waiting_work_at_once() -> None:
+async def test_a_replica_that_was_rebuilt_starts_from_nothing_and_takes_waiting_work() -> None:
     pool = Pool("a", 1)
-    await pool.balancer.reserve(1)
+    held = await pool.balancer.reserve(9)
     waiting = asyncio.create_task(pool.take(1))
-    await settle()
+    await settle(3)
     pool.rebuild("a")
     assert await asyncio.wait_for(waiting, 5) == "a"
+    pool.balancer.release(held)
+    assert pool.balancer.outstanding_tokens == (1,)
 
 
 async def test_an_ejected_replica_gets_nothing_until_it_serves_again() -> None:
@@ -176,25 +162,19 @@ async def test_while_all_are_ejected_work_waits_and_goes_on_with_the_first_resto
     pool.eject("a")
     pool.eject("b")
     waiting = asyncio.create_task(pool.take(1))
-    await settle()
+    await settle(3)
     assert not waiting.done()
     await pool.restore("b")
     assert await asyncio.wait_for(waiting, 5) == "b"
 
 
-async def test_work_with_a_key_stays_on_its_replica() -> None:
-    pool = Pool("ab", 9)
-    assert [await pool.take(10, "p") for _ in range(2)] == ["a", "a"]
-
-
-async def test_affinity_ends_where_waiting_would_cost_more_than_it_saves() -> None:
-    pool = Pool("ab", 9)
-    assert [await pool.take(10, "p") for _ in range(3)] == ["a", "a", "b"]
-
-
-async def test_work_does_not_wait_for_a_full_replica_that_it_prefers() -> None:
-    pool = Pool("ab", 1)
-    assert [await pool.take(10, "p") for _ in range(2)] == ["a", "b"]
+@pytest.mark.parametrize(("limit", "places"), [(9, "aab"), (1, "ab")])
+async def test_work_with_a_key_stays_on_its_replica_until_waiting_would_cost_more_than_it_saves(
+    limit: int, places: str
+) -> None:
+    """It does not wait for a full replica."""
+    pool = Pool("ab", limit)
+    assert [await pool.take(10, "p") for _ in places] == [*places]
 
 
 @settings(deadline=None)
@@ -241,7 +221,7 @@ class Model:
         return Counter(place.member.name for place in self.held)
 
     async def check(self, before: Counter[str]) -> None:
-        await settle()
+        await settle(3)
         served = [task.done() for task in self.queue]
         assert served == sorted(served, reverse=True), "a younger one was served before an older"
         self.held += [task.result() for task in self.queue if task.done()]

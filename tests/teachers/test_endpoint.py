@@ -31,7 +31,7 @@ from teachers.pool import TeacherPool
 from teachers.replica_slots import ReplicaSlots
 from tests.conftest import make_prompt, make_rollout
 from tests.sequences import Parts, parts, sampled_positions, sequence
-from tests.teachers.test_pool import Clock, settle
+from tests.world.clock import ManualTimer, settle
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEY = "sk-not-to-be-seen"
@@ -77,16 +77,12 @@ ROLLOUT = make_rollout(tokens=4)  # response 0, 1, 2, 3: tokens 1 and 2 are amon
 # ── answers ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_vllm_answer_becomes_the_k_best_of_each_response_position() -> None:
+def test_a_vllm_answer_becomes_the_k_best_and_the_sampled_token_of_each_response_position() -> None:
+    """A sampled token that is one of the best is found there."""
     scores = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 2)), ROLLOUT, 2)
     assert isinstance(scores, TopK)
     np.testing.assert_array_equal(scores.ids, [[1, 2]] * 4)
     np.testing.assert_allclose(scores.logprobs, [[-0.5, -1.5]] * 4)
-
-
-def test_a_sampled_token_of_a_vllm_answer_that_is_one_of_the_best_is_found_there() -> None:
-    scores = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 2)), ROLLOUT, 2)
-    assert isinstance(scores, TopK)
     np.testing.assert_allclose(scores.sampled_logprobs, [-7.5, -0.5, -1.5, -7.5])
 
 
@@ -101,9 +97,6 @@ def test_an_sglang_answer_starts_one_token_before_the_response() -> None:
     assert isinstance(scores, TopK)
     np.testing.assert_allclose(scores.sampled_logprobs, [-7.5] * 4)
     np.testing.assert_array_equal(scores.ids, [[1, 2]] * 4)
-
-
-def test_an_sglang_server_is_asked_for_the_response_only() -> None:
     body = SglangApi().score(ROLLOUT, 2).body
     assert (len(body["input_ids"]), body["logprob_start_len"]) == (7, 2)
 
@@ -255,6 +248,21 @@ async def served(
             await replica.close()
 
 
+async def scored(answer: Handler, *rollouts: Rollout, **spec: Any) -> list[Any]:
+    """What becomes of rollouts (one, if none is named) on a server that answers so."""
+    async with served(answer, **spec) as replica:
+        return (await replica.score(Batch.pack(rollouts or [make_rollout()]))).unpack()
+
+
+def answers(**response: Any) -> Handler:
+    """A server that always says the same."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(**response)
+
+    return answer
+
+
 VARIABLE = "SERVERS_OF_THIS_TEST"
 
 
@@ -287,8 +295,7 @@ async def good(request: web.Request) -> web.Response:
 
 async def test_a_batch_comes_back_as_samples_in_order() -> None:
     rollouts = [make_rollout(f"p{index}/0", tokens=index) for index in range(7)]
-    async with served(good) as replica:
-        samples = (await replica.score(Batch.pack(rollouts))).unpack()
+    samples = await scored(good, *rollouts)
     assert all(isinstance(sample, Sample) for sample in samples)
     assert [sample.rollout.uid for sample in samples] == [r.uid for r in rollouts]  # type: ignore[union-attr]
 
@@ -304,8 +311,7 @@ async def test_no_more_requests_than_concurrency_are_in_flight() -> None:
         depth -= 1
         return await good(request)
 
-    async with served(slow) as replica:
-        await replica.score(Batch.pack([make_rollout(f"p{i}/0") for i in range(12)]))
+    await scored(slow, *(make_rollout(f"p{i}/0") for i in range(12)))
     assert most == 3
 
 
@@ -316,27 +322,20 @@ async def test_the_key_is_sent_as_a_bearer_token() -> None:
         seen.append(request.headers["Authorization"])
         return await good(request)
 
-    async with served(note) as replica:
-        await replica.score(Batch.pack([make_rollout()]))
+    await scored(note)
     assert seen == [f"Bearer {KEY}"]
 
 
 async def test_the_key_is_in_no_text_of_its_own_and_in_no_error() -> None:
-    async def refuse(request: web.Request) -> web.Response:
-        return web.Response(status=401, text="no")
-
-    async with served(refuse) as replica:
-        with pytest.raises(StageError) as caught:
-            await replica.score(Batch.pack([make_rollout()]))
+    with pytest.raises(StageError) as caught:
+        await scored(answers(status=401, text="no"))
     assert KEY not in f"{SPEC!r}{SPEC}{caught.value!r}{caught.value}"
     assert "api_key_env" in str(caught.value)
 
 
 async def test_a_client_travels_to_another_process_also_after_a_request() -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=vllm_answer(vllm_rows(make_rollout(), SPEC.top_k)))
-
-    async with served(answer) as replica:
+    rows = vllm_rows(make_rollout(), SPEC.top_k)
+    async with served(answers(body=vllm_answer(rows))) as replica:
         await replica.score(Batch.pack([make_rollout()]))
         other = pickle.loads(pickle.dumps(replica))
         try:
@@ -347,12 +346,8 @@ async def test_a_client_travels_to_another_process_also_after_a_request() -> Non
 
 @pytest.mark.parametrize("status", [400, 404, 500, 503])
 async def test_an_error_of_the_server_says_which_and_what(status: int) -> None:
-    async def fail(request: web.Request) -> web.Response:
-        return web.Response(status=status, text="out of\n patience")
-
-    async with served(fail) as replica:
-        with pytest.raises(StageError, match=f"answered {status}: out of patience"):
-            await replica.score(Batch.pack([make_rollout()]))
+    with pytest.raises(StageError, match=f"answered {status}: out of patience"):
+        await scored(answers(status=status, text="out of\n patience"))
 
 
 async def test_a_server_that_is_not_there_is_an_error_with_its_url() -> None:
@@ -367,28 +362,21 @@ async def test_a_connection_that_breaks_in_the_answer_is_an_error() -> None:
         response = web.StreamResponse(headers={"Content-Length": "1000"})
         await response.prepare(request)
         await response.write(b'{"choices"')
-        assert request.transport is not None
         request.transport.close()
         return response
 
-    async with served(half) as replica:
-        with pytest.raises(StageError, match="cannot be reached"):
-            await replica.score(Batch.pack([make_rollout()]))
+    with pytest.raises(StageError, match="cannot be reached"):
+        await scored(half)
 
 
 async def test_a_token_the_student_does_not_have_is_refused() -> None:
-    async with served(good, vocabulary=2) as replica:
-        with pytest.raises(StageError, match="token 2, the student has only 2"):
-            await replica.score(Batch.pack([make_rollout()]))
+    with pytest.raises(StageError, match="token 2, the student has only 2"):
+        await scored(good, vocabulary=2)
 
 
 async def test_garbage_is_an_error_with_a_remedy() -> None:
-    async def garbage(request: web.Request) -> web.Response:
-        return web.Response(body=GARBAGE["too few positions"])
-
-    async with served(garbage) as replica:
-        with pytest.raises(StageError, match="does not fit the request") as caught:
-            await replica.score(Batch.pack([make_rollout()]))
+    with pytest.raises(StageError, match="does not fit the request") as caught:
+        await scored(answers(body=GARBAGE["too few positions"]))
     assert "teachers.*.api" in caught.value.remedy
 
 
@@ -431,7 +419,7 @@ class Away:
 
 @asynccontextmanager
 async def pool_of(
-    replica: EndpointReplica, clock: Clock, now: Callable[[], float]
+    replica: EndpointReplica, clock: ManualTimer, now: Callable[[], float]
 ) -> AsyncIterator[TeacherPool]:
     health = EndpointHealth(patience_s=100, tries=2)
     pool = TeacherPool(ReplicaSlots("a", [replica], health, timer=clock, clock=now))
@@ -443,7 +431,7 @@ async def pool_of(
 
 
 async def test_a_server_that_comes_back_serves_again_without_a_rebuild() -> None:
-    away, clock = Away(), Clock()
+    away, clock = Away(), ManualTimer()
     async with (
         served(away.score, away.healthy) as replica,
         pool_of(replica, clock, lambda: 0.0) as pool,
@@ -451,13 +439,13 @@ async def test_a_server_that_comes_back_serves_again_without_a_rebuild() -> None
         scoring = asyncio.create_task(pool.score(Batch.pack([make_rollout()])))
         await until(lambda: not pool.slots.members.serving)
         away.back = True
-        await until(scoring.done, lambda: clock.pass_(30))
+        await until(scoring.done, lambda: clock.passes(30))
         assert len(scoring.result().samples) == 1
         assert (await pool.report()).gauges["rebuilds"] == 0
 
 
 async def test_a_server_that_stays_away_is_given_up_and_then_work_fails() -> None:
-    clock, time = Clock(), [0.0]
+    clock, time = ManualTimer(), [0.0]
     replica = EndpointReplica(SPEC)
     async with pool_of(replica, clock, lambda: time[0]) as pool:
         scoring = asyncio.create_task(pool.score(Batch.pack([make_rollout()])))
@@ -465,7 +453,7 @@ async def test_a_server_that_stays_away_is_given_up_and_then_work_fails() -> Non
 
         async def pass_() -> None:
             time[0] += 50
-            await clock.pass_(30)
+            await clock.passes(30)
 
         await until(scoring.done, pass_)
         with pytest.raises(NoReplica, match="cannot be reached"):

@@ -96,41 +96,40 @@ async def found(server: Server, timeout_s: float = 30.0) -> list[Problem]:
         return await asyncio.to_thread(check_endpoints, config, "c.yaml")
 
 
-async def one(server: Server, timeout_s: float = 30.0) -> Problem:
+async def one(server: Server, timeout_s: float) -> Problem:
     (problem,) = await found(server, timeout_s)
     assert problem.key == "teachers.sort"
     return problem
 
 
-async def test_a_server_of_the_model_has_no_problem() -> None:
-    assert await found(Server()) == []
+@pytest.mark.parametrize("tokenizes", [True, False])
+async def test_a_server_of_the_model_has_no_problem_also_without_a_tokenizer(
+    tokenizes: bool,
+) -> None:
+    assert await found(Server(tokenizes=tokenizes)) == []
 
 
-async def test_another_model_is_refused_with_the_one_that_is_served() -> None:
-    assert "serves other, not sorter" in (await one(Server(model={"id": "other"}))).message
-
-
-async def test_a_server_whose_model_is_too_short_is_refused() -> None:
-    short = Server(model={"id": "sorter", "max_model_len": 9})
-    assert "takes 9 tokens, rollout.max_tokens needs at least 10" in (await one(short)).message
-
-
-async def test_another_tokenizer_is_refused() -> None:
-    assert "another tokenizer" in (await one(Server(shift=1))).message
-
-
-async def test_a_server_that_does_not_tokenize_is_not_refused_for_it() -> None:
-    assert await found(Server(tokenizes=False)) == []
-
-
-async def test_a_server_that_gives_too_few_of_the_best_is_refused() -> None:
-    problem = await one(Server(most_logprobs=5))
-    assert "greater than max allowed" in problem.message
-    assert "--max-logprobs" in problem.remedy
-
-
-async def test_a_server_that_hangs_is_refused_in_time() -> None:
-    assert "did not answer in 0.2 s" in (await one(Server(hangs=True), timeout_s=0.2)).message
+@pytest.mark.parametrize(
+    ("fault", "cause", "remedy"),
+    [
+        ({"model": {"id": "other"}}, "serves other, not sorter", ""),
+        (
+            {"model": {"id": "sorter", "max_model_len": 9}},
+            "takes 9 tokens, rollout.max_tokens needs at least 10",
+            "",
+        ),
+        ({"shift": 1}, "another tokenizer", ""),
+        ({"most_logprobs": 5}, "greater than max allowed", "--max-logprobs"),
+        ({"hangs": True}, "did not answer in 0.2 s", ""),
+    ],
+    ids=["another model", "too short", "another tokenizer", "too few of the best", "hangs"],
+)
+async def test_a_server_that_cannot_be_the_teacher_is_refused_with_the_cause(
+    fault: dict[str, Any], cause: str, remedy: str
+) -> None:
+    problem = await one(Server(**fault), timeout_s=0.2 if "hangs" in fault else 30)
+    assert cause in problem.message
+    assert remedy in problem.remedy
 
 
 def test_a_server_that_is_not_there_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, RolloutFault, StageError
-from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
@@ -26,128 +24,14 @@ from teachers.protocols import TeacherWeights
 from teachers.replica_slots import ReplicaSlots
 from tests.conftest import make_prompt, make_rollout
 from tests.properties import examples
+from tests.world.clock import ManualTimer, settle
+from tests.world.teachers import FakeRebuild, FakeTeacher, samples
 
 SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
 
 
-@dataclass(eq=False)
-class Entry:
-    seconds: float
-    call: Callable[[], None]
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Clock:
-    """Timers that ring when ``pass_`` says so."""
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-
-    def __call__(self, delay: float, call: Callable[[], None]) -> Entry:
-        self.entries.append(Entry(delay, call))
-        return self.entries[-1]
-
-    @property
-    def set_for(self) -> list[float]:
-        return [entry.seconds for entry in self.entries if not entry.cancelled]
-
-    async def pass_(self, seconds: float) -> None:
-        """Rings what was set for at most so long, now."""
-        due = [entry for entry in self.entries if entry.seconds <= seconds]
-        self.entries = [entry for entry in self.entries if entry.seconds > seconds]
-        for entry in due:
-            if not entry.cancelled:
-                entry.call()
-        await settle()
-
-
-async def settle() -> None:
-    for _ in range(60):
-        await asyncio.sleep(0)
-
-
-@dataclass
-class Fake:
-    """A replica that does what it is told: ``broken`` raises, ``hangs`` never answers."""
-
-    name: str = "r"
-    broken: bool = False
-    dead: bool = False
-    hangs: bool = False
-    answer: Callable[[Batch], Batch] | None = None
-    poison: frozenset[str] = frozenset()
-    imageless: frozenset[str] = frozenset()
-    refuses: bool = False
-    loaded: list[str] = field(default_factory=list)
-    scored: list[tuple[str, ...]] = field(default_factory=list)
-
-    async def score(self, batch: Batch) -> Batch:
-        uids = tuple(header.uid for header in batch.headers)
-        self.scored.append(uids)
-        await self.ready()
-        if self.broken or self.poison & set(uids):
-            raise StageError(self.name, "cannot score")
-        if self.imageless & set(uids):
-            raise RolloutFault("prompt", "its image is not held")
-        return self.answer(batch) if self.answer else samples(batch)
-
-    async def ready(self) -> int:
-        if self.dead:
-            raise StageError(self.name, "its process died")
-        if self.hangs:
-            await asyncio.Event().wait()
-        return 1
-
-    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        await self.ready()
-        if self.imageless & {prompt.uid for prompt in prompts}:
-            raise RolloutFault("prompt", "its image is not held")
-        return [make_rollout(f"{prompt.uid}/0") for prompt in prompts]
-
-    async def load(self, directory: str) -> None:
-        await self.ready()
-        if self.refuses:
-            raise StageError(self.name, "half of the weights are there")
-        self.loaded.append(directory)
-
-    async def report(self) -> StageReport:
-        await self.ready()
-        counters = {"tokens": 7.0, "gap": -3.0, "gap_tokens": 6.0}
-        return StageReport(counters=counters, waits_for="rollouts")
-
-    __hash__ = object.__hash__
-
-
-class FakeRebuild:
-    """Starts healthy replicas, after failing so many times."""
-
-    def __init__(self, failures: int = 0) -> None:
-        self.failures = failures
-        self.made: list[Fake] = []
-        self.asked: list[int] = []
-
-    async def __call__(self, teacher: str, index: int, old: Any) -> Fake:
-        self.asked.append(index)
-        if len(self.asked) <= self.failures:
-            raise StageError(f"teacher {teacher}/{index}", "no memory left")
-        self.made.append(Fake(f"new {index}"))
-        return self.made[-1]
-
-    async def displaced(self, old: Any) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 def rollouts(*uids: str, tokens: int = 4) -> Batch:
     return Batch.pack(make_rollout(uid, tokens=tokens) for uid in uids)
-
-
-def samples(batch: Batch) -> Batch:
-    found = [item for item in batch.unpack() if isinstance(item, Rollout)]
-    return Batch.pack(Sample(item, SampledLogprobs(item.rollout_logprobs)) for item in found)
 
 
 def uids(scored: ScoreResult) -> list[str]:
@@ -156,12 +40,12 @@ def uids(scored: ScoreResult) -> list[str]:
 
 @asynccontextmanager
 async def pool(
-    *replicas: Fake,
+    *replicas: FakeTeacher,
     rebuild: FakeRebuild | None = None,
     notify: Callable[[str], None] = lambda text: None,
     **health: Any,
-) -> AsyncIterator[tuple[TeacherPool, Clock]]:
-    clock = Clock()
+) -> AsyncIterator[tuple[TeacherPool, ManualTimer]]:
+    clock = ManualTimer()
     names = set(health) & set(SupervisionConfig.model_fields) - {"timeout_s"}
     supervision = SupervisionConfig(**{name: health.pop(name) for name in names})
     slots = ReplicaSlots("t", replicas, HealthConfig(**health), rebuild, supervision, timer=clock)
@@ -175,30 +59,36 @@ async def pool(
         await asyncio.wait({running})
 
 
-async def test_a_batch_comes_back_as_samples_in_order() -> None:
-    async with pool(Fake()) as (teacher, _):
-        assert uids(await teacher.score(rollouts("p/0", "p/1", "q/0"))) == ["p/0", "p/1", "q/0"]
+@pytest.mark.parametrize("tokens", [4, 0])
+async def test_a_batch_comes_back_as_samples_in_order(tokens: int) -> None:
+    asked = ["p/0", "p/1", "q/0"]
+    async with pool(FakeTeacher()) as (teacher, _):
+        assert uids(await teacher.score(rollouts(*asked, tokens=tokens))) == asked
 
 
 async def test_an_empty_batch_is_nothing_to_do() -> None:
-    async with pool(Fake(dead=True)) as (teacher, _):
+    async with pool(FakeTeacher(dead=True)) as (teacher, _):
         assert await teacher.score(rollouts()) == ScoreResult()
 
 
-async def test_an_empty_response_is_scored_like_any_other() -> None:
-    async with pool(Fake()) as (teacher, _):
-        assert uids(await teacher.score(rollouts("p/0", tokens=0))) == ["p/0"]
+async def on_probation(teacher: TeacherPool, bad: FakeTeacher) -> None:
+    """Both of two replicas have scored; then one of them fails, and is not taken back yet."""
+    for index in range(2):
+        await teacher.score(rollouts(f"p{index}/0"))
+    bad.broken = True
+    await teacher.score(rollouts("q/0"))
+    await settle()
 
 
 async def test_a_failed_batch_goes_to_another_replica() -> None:
-    bad, good = Fake(broken=True), Fake()
+    bad, good = FakeTeacher(broken=True), FakeTeacher()
     async with pool(bad, good) as (teacher, _):
         assert uids(await teacher.score(rollouts("p/0", "p/1"))) == ["p/0", "p/1"]
     assert good.scored == [("p/0", "p/1")]
 
 
 async def test_a_replica_that_fails_fast_does_not_attract_all_work() -> None:
-    bad, good = Fake(broken=True), Fake()
+    bad, good = FakeTeacher(broken=True), FakeTeacher()
     async with pool(bad, good) as (teacher, _):
         await teacher.score(rollouts("p/0"))
         await settle()
@@ -209,21 +99,17 @@ async def test_a_replica_that_fails_fast_does_not_attract_all_work() -> None:
 
 
 async def test_a_replica_that_failed_serves_again_once_it_scores_what_was_scored_before() -> None:
-    bad, good = Fake(), Fake()
+    bad, good = FakeTeacher(), FakeTeacher()
     async with pool(bad, good, delay_s=1) as (teacher, clock):
-        for index in range(2):
-            await teacher.score(rollouts(f"p{index}/0"))
-        bad.broken = True
-        await teacher.score(rollouts("q/0"))
-        await settle()
+        await on_probation(teacher, bad)
         serving = [len(teacher.slots.members.serving)]
         bad.broken = False
-        await clock.pass_(1)
+        await clock.passes(1)
         assert [*serving, len(teacher.slots.members.serving)] == [1, 2]
 
 
 async def test_a_rollout_whose_image_is_gone_is_lost_alone_and_at_once() -> None:
-    replica = Fake(imageless=frozenset({"q/0"}))
+    replica = FakeTeacher(imageless=frozenset({"q/0"}))
     async with pool(replica) as (teacher, _):
         scored = await teacher.score(rollouts("p/0", "q/0", "r/0"))
         assert uids(scored) == ["p/0", "r/0"]
@@ -233,20 +119,16 @@ async def test_a_rollout_whose_image_is_gone_is_lost_alone_and_at_once() -> None
 
 
 async def test_a_replica_whose_probe_lacks_its_image_by_now_serves_again() -> None:
-    bad, good = Fake(), Fake()
+    bad, good = FakeTeacher(), FakeTeacher()
     async with pool(bad, good, delay_s=1) as (teacher, clock):
-        for index in range(2):
-            await teacher.score(rollouts(f"p{index}/0"))
-        bad.broken = True
-        await teacher.score(rollouts("q/0"))
-        await settle()
+        await on_probation(teacher, bad)
         bad.broken, bad.imageless = False, frozenset({"p0/0", "p1/0", "q/0"})
-        await clock.pass_(1)
+        await clock.passes(1)
         assert len(teacher.slots.members.serving) == 2
 
 
 async def test_probes_come_later_and_later() -> None:
-    bad, good = Fake(), Fake()
+    bad, good = FakeTeacher(), FakeTeacher()
     async with pool(bad, good, delay_s=2, probes=4, timeout_s=100) as (teacher, clock):
         await teacher.score(rollouts("p/0"))
         bad.broken = True
@@ -255,14 +137,14 @@ async def test_probes_come_later_and_later() -> None:
         delays = []
         for _ in range(3):
             await settle()
-            pending = [seconds for seconds in clock.set_for if seconds < 100]
+            pending = [seconds for seconds in clock.left if seconds < 100]
             delays += pending
-            await clock.pass_(pending[0])
+            await clock.passes(pending[0])
         assert delays == [2, 6, 14]
 
 
 async def test_a_replica_that_answers_but_fails_its_probes_is_rebuilt() -> None:
-    bad, good, rebuild = Fake(), Fake(), FakeRebuild()
+    bad, good, rebuild = FakeTeacher(), FakeTeacher(), FakeRebuild()
     async with pool(bad, good, rebuild=rebuild, probes=1) as (teacher, _):
         await teacher.score(rollouts("p/0"))
         await teacher.score(rollouts("q/0"))
@@ -273,33 +155,35 @@ async def test_a_replica_that_answers_but_fails_its_probes_is_rebuilt() -> None:
 
 
 async def test_a_dead_replica_is_rebuilt_at_once_while_the_other_carries_its_load() -> None:
-    dead, good, rebuild = Fake(dead=True), Fake(), FakeRebuild()
+    dead, good, rebuild = FakeTeacher(dead=True), FakeTeacher(), FakeRebuild()
     async with pool(dead, good, rebuild=rebuild) as (teacher, clock):
         assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
         await settle()
         assert (rebuild.asked, len(teacher.slots.members.serving)) == ([0], 2)
-        assert all(entry.seconds >= 60 for entry in clock.entries if not entry.cancelled)
+        assert all(left >= 60 for left in clock.left)
 
 
 async def test_the_only_replica_is_rebuilt_and_the_work_that_waited_is_done() -> None:
-    async with pool(Fake(dead=True), rebuild=FakeRebuild()) as (teacher, _):
+    async with pool(FakeTeacher(dead=True), rebuild=FakeRebuild()) as (teacher, _):
         assert uids(await teacher.score(rollouts("p/0", "p/1"))) == ["p/0", "p/1"]
 
 
 async def test_a_rebuild_that_fails_is_tried_again_later() -> None:
     rebuild = FakeRebuild(failures=1)
-    async with pool(Fake(dead=True), rebuild=rebuild, delay_s=3) as (teacher, clock):
+    async with pool(FakeTeacher(dead=True), rebuild=rebuild, delay_s=3) as (teacher, clock):
         work = asyncio.create_task(teacher.score(rollouts("p/0")))
         await settle()
         first = list(rebuild.asked)
-        await clock.pass_(3)
+        await clock.passes(3)
         assert (first, rebuild.asked) == ([0], [0, 0])
         assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
 
 
 async def test_when_no_replica_can_be_rebuilt_work_fails_with_the_name_and_the_reason() -> None:
     rebuild = FakeRebuild(failures=99)
-    async with pool(Fake(dead=True), Fake(dead=True), rebuild=rebuild, max_restarts=1) as (
+    async with pool(
+        FakeTeacher(dead=True), FakeTeacher(dead=True), rebuild=rebuild, max_restarts=1
+    ) as (
         teacher,
         _,
     ):
@@ -308,18 +192,13 @@ async def test_when_no_replica_can_be_rebuilt_work_fails_with_the_name_and_the_r
 
 
 async def test_a_replica_that_dies_again_and_again_without_work_done_is_given_up() -> None:
-    class Crashing(FakeRebuild):
-        async def __call__(self, teacher: str, index: int, old: Any) -> Fake:
-            await super().__call__(teacher, index, old)
-            return Fake(dead=True)
-
-    rebuild = Crashing()
+    rebuild = FakeRebuild(dead=True)
     health = {"max_restarts": 3, "delay_s": 1, "tries": 8}
-    async with pool(Fake(dead=True), rebuild=rebuild, **health) as (teacher, clock):
+    async with pool(FakeTeacher(dead=True), rebuild=rebuild, **health) as (teacher, clock):
         work = asyncio.create_task(teacher.score(rollouts("p/0")))
         for _ in range(10):
             await settle()
-            await clock.pass_(10)
+            await clock.passes(10)
         with pytest.raises(NoReplica):
             await asyncio.wait_for(work, 5)
         assert rebuild.asked == [0, 0, 0]
@@ -328,46 +207,49 @@ async def test_a_replica_that_dies_again_and_again_without_work_done_is_given_up
 async def test_a_hanging_replica_times_out_by_the_tokens_it_has_and_the_work_goes_elsewhere() -> (
     None
 ):
-    hanging, good = Fake(hangs=True), Fake()
+    hanging, good = FakeTeacher(hangs=True), FakeTeacher()
     async with pool(hanging, good, timeout_s=5, min_tokens_per_s=10) as (teacher, clock):
         work = asyncio.create_task(
             teacher.score(rollouts("p/0", tokens=97))
         )  # with its prompt, 100
         await settle()
-        assert clock.set_for == [5 + 100 / 10]
-        await clock.pass_(15)
+        assert clock.left == [5 + 100 / 10]
+        await clock.passes(15)
         assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
 
 
 async def test_one_long_answer_of_a_teacher_has_the_time_that_its_tokens_take_one_by_one() -> None:
     sampling = SamplingSpec(max_tokens=1000, temperature=0.0, top_p=1.0, n=1)
-    async with pool(Fake(hangs=True), timeout_s=5, min_tokens_per_s=80) as (teacher, clock):
+    async with pool(FakeTeacher(hangs=True), timeout_s=5, min_tokens_per_s=80) as (
+        teacher,
+        clock,
+    ):
         asked = asyncio.create_task(teacher.generate([make_prompt("p")], sampling))
         await settle()
-        assert clock.set_for == [5 + 1000 / 2]
+        assert clock.left == [5 + 1000 / 2]
         asked.cancel()
 
 
 async def test_new_weights_wait_for_the_tokens_that_a_replica_has() -> None:
-    busy = Fake()
+    busy = FakeTeacher()
     async with pool(busy, min_tokens_per_s=10) as (teacher, clock):
         busy.hangs = True
         work = asyncio.create_task(teacher.score(rollouts("p/0", tokens=97)))
         await settle()
         loading = asyncio.create_task(teacher.slots.load(NEW))
         await settle()
-        assert clock.set_for[-1] == NEW.timeout_s + 100 / 10
+        assert clock.left[-1] == NEW.timeout_s + 100 / 10
         work.cancel()
         loading.cancel()
 
 
 async def test_a_replica_that_hangs_on_is_rebuilt() -> None:
     rebuild = FakeRebuild()
-    async with pool(Fake(hangs=True), rebuild=rebuild, timeout_s=5) as (teacher, clock):
+    async with pool(FakeTeacher(hangs=True), rebuild=rebuild, timeout_s=5) as (teacher, clock):
         work = asyncio.create_task(teacher.score(rollouts("p/0")))
         for _ in range(2):  # the call, then the sign of life
             await settle()
-            await clock.pass_(6)
+            await clock.passes(6)
         assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
         assert rebuild.asked == [0]
 
@@ -396,7 +278,7 @@ def short_arrays(batch: Batch) -> Batch:
 async def test_garbage_counts_as_a_failure_and_the_batch_goes_elsewhere(
     garbage: Callable[[Batch], Batch],
 ) -> None:
-    bad, good = Fake(answer=garbage), Fake()
+    bad, good = FakeTeacher(answer=garbage), FakeTeacher()
     async with pool(bad, good) as (teacher, _):
         assert uids(await teacher.score(rollouts("p/0", "p/1"))) == ["p/0", "p/1"]
         report = await teacher.report()
@@ -404,7 +286,7 @@ async def test_garbage_counts_as_a_failure_and_the_batch_goes_elsewhere(
 
 
 async def test_a_rollout_that_no_replica_can_score_is_lost_alone_and_with_its_reason() -> None:
-    replicas = [Fake(poison=frozenset({"p/1"})) for _ in range(2)]
+    replicas = [FakeTeacher(poison=frozenset({"p/1"})) for _ in range(2)]
     async with pool(*replicas) as (teacher, _):
         scored = await asyncio.wait_for(teacher.score(rollouts("p/0", "p/1", "p/2")), 5)
     assert uids(scored) == ["p/0", "p/2"]
@@ -413,50 +295,46 @@ async def test_a_rollout_that_no_replica_can_score_is_lost_alone_and_with_its_re
     assert lost.reason == "no replica could score it in 4 tries: r: cannot score"
 
 
-async def test_a_rollout_is_tried_as_often_as_configured() -> None:
-    replica = Fake(poison=frozenset({"p/1"}))
-    async with pool(replica, tries=6) as (teacher, _):
-        await asyncio.wait_for(teacher.score(rollouts("p/0", "p/1")), 5)
-    assert sum("p/1" in uids for uids in replica.scored) == 6
-
-
-async def test_a_batch_of_one_is_not_split() -> None:
-    replica = Fake(poison=frozenset({"p/0"}))
-    async with pool(replica) as (teacher, _):
-        scored = await asyncio.wait_for(teacher.score(rollouts("p/0")), 5)
-    assert (len(scored.lost), len(replica.scored)) == (1, 4)
+@pytest.mark.parametrize(("batch", "tries"), [(("p/0", "p/1"), 6), (("p/1",), 4)])
+async def test_a_rollout_is_tried_as_often_as_configured_alone_in_the_end(
+    batch: tuple[str, ...], tries: int
+) -> None:
+    replica = FakeTeacher(poison=frozenset({"p/1"}))
+    async with pool(replica, tries=tries) as (teacher, _):
+        scored = await asyncio.wait_for(teacher.score(rollouts(*batch)), 5)
+    assert (len(scored.lost), sum("p/1" in uids for uids in replica.scored)) == (1, tries)
 
 
 async def test_a_late_failure_of_a_replica_that_was_rebuilt_is_not_the_new_ones() -> None:
-    old = Fake(hangs=True)
+    old = FakeTeacher(hangs=True)
     rebuild = FakeRebuild()
     async with pool(old, rebuild=rebuild, timeout_s=5, min_tokens_per_s=1) as (teacher, clock):
         slow = asyncio.create_task(teacher.score(rollouts("p/0", tokens=997)))
         quick = asyncio.create_task(teacher.score(rollouts("q/0", tokens=0)))
         await settle()
-        await clock.pass_(5 + 1003)  # both calls, or one call and the sign of life
+        await clock.passes(5 + 1003)  # both calls, or one call and the sign of life
         for _ in range(3):
-            await clock.pass_(5)
+            await clock.passes(5)
             await settle()
         assert uids(await asyncio.wait_for(slow, 5)) + uids(await asyncio.wait_for(quick, 5))
         assert (len(rebuild.asked), len(teacher.slots.members.serving)) == (1, 1)
 
 
 async def test_the_teachers_own_answers_come_from_a_replica_that_works() -> None:
-    async with pool(Fake(dead=True), Fake()) as (teacher, _):
+    async with pool(FakeTeacher(dead=True), FakeTeacher()) as (teacher, _):
         (answer,) = await teacher.generate([make_prompt("p")], SAMPLING)
         assert answer.uid == "p/0"
 
 
 async def test_a_prompt_that_no_replica_can_answer_ejects_none_of_them() -> None:
-    fakes = [Fake(imageless=frozenset({"p"})) for _ in range(2)]
+    fakes = [FakeTeacher(imageless=frozenset({"p"})) for _ in range(2)]
     async with pool(*fakes) as (teacher, _):
         with pytest.raises(RolloutFault, match="its image is not held"):
             await teacher.generate([make_prompt("p")], SAMPLING)
         assert teacher.slots.members.failures == 0
 
 
-class Endless(Fake):
+class Endless(FakeTeacher):
     """Answers nothing but an error for prompt ``q``; ``cancelled`` counts the calls that ended."""
 
     cancelled = 0
@@ -480,7 +358,7 @@ async def test_an_answer_that_cannot_be_had_ends_the_other_calls_for_answers() -
 
 
 async def test_a_report_has_health_latency_and_agreement() -> None:
-    async with pool(Fake(), Fake(dead=True)) as (teacher, _):
+    async with pool(FakeTeacher(), FakeTeacher(dead=True)) as (teacher, _):
         for index in range(3):
             await teacher.score(rollouts(f"p{index}/0"))
         await settle()
@@ -493,7 +371,10 @@ async def test_a_report_has_health_latency_and_agreement() -> None:
 
 async def test_what_becomes_of_replicas_is_told() -> None:
     told: list[str] = []
-    async with pool(Fake(dead=True), rebuild=FakeRebuild(), notify=told.append) as (teacher, _):
+    async with pool(FakeTeacher(dead=True), rebuild=FakeRebuild(), notify=told.append) as (
+        teacher,
+        _,
+    ):
         await teacher.score(rollouts("p/0"))
         assert told == [
             "teacher t/0 is ejected: r: its process died",
@@ -504,17 +385,17 @@ async def test_what_becomes_of_replicas_is_told() -> None:
 
 async def test_a_report_notices_a_replica_that_died_without_work() -> None:
     rebuild = FakeRebuild()
-    async with pool(Fake(dead=True), rebuild=rebuild) as (teacher, _):
+    async with pool(FakeTeacher(dead=True), rebuild=rebuild) as (teacher, _):
         await teacher.report()
         await settle()
         assert (rebuild.asked, len(teacher.slots.members.serving)) == ([0], 1)
 
 
 async def test_a_report_does_not_wait_for_a_replica_that_hangs() -> None:
-    async with pool(Fake(hangs=True), Fake()) as (teacher, clock):
+    async with pool(FakeTeacher(hangs=True), FakeTeacher()) as (teacher, clock):
         report = asyncio.create_task(teacher.report())
         await settle()
-        await clock.pass_(10)
+        await clock.passes(10)
         assert (await asyncio.wait_for(report, 5)).counters["tokens"] == 7
 
 
@@ -532,7 +413,8 @@ def test_whatever_fails_every_rollout_is_scored_once_or_lost_once(
 
     async def run() -> None:
         fakes = [
-            Fake(broken=s == "broken", dead=s == "dead", poison=poison) for s in (*states, "fine")
+            FakeTeacher(broken=s == "broken", dead=s == "dead", poison=poison)
+            for s in (*states, "fine")
         ]
         async with pool(*fakes, rebuild=FakeRebuild(), delay_s=0.001) as (teacher, clock):
             batches = [
@@ -542,7 +424,7 @@ def test_whatever_fails_every_rollout_is_scored_once_or_lost_once(
             for _ in range(100):
                 if work.done():
                     break
-                await clock.pass_(1)
+                await clock.passes(1)
             done = await asyncio.wait_for(work, 5)
             scored = [uid for each in done for uid in uids(each)]
             lost = [one.header.uid for each in done for one in each.lost]
@@ -557,7 +439,7 @@ def test_whatever_fails_every_rollout_is_scored_once_or_lost_once(
 
 
 async def test_rollouts_of_a_group_go_where_its_prompt_was_prefilled() -> None:
-    both = Fake(), Fake()
+    both = FakeTeacher(), FakeTeacher()
     async with pool(*both) as (teacher, _):
         for uid in ("p/0", "q/0", "q/1", "p/1", "q/2"):
             await teacher.score(rollouts(uid))
@@ -574,7 +456,7 @@ NEW = TeacherWeights(4, "/copies/version_4", 50.0)
 
 
 async def test_all_replicas_take_new_weights_and_the_report_says_which() -> None:
-    both = Fake(), Fake()
+    both = FakeTeacher(), FakeTeacher()
     async with pool(*both) as (teacher, _):
         await teacher.slots.load(NEW)
         assert [fake.loaded for fake in both] == [[NEW.directory]] * 2
@@ -583,12 +465,12 @@ async def test_all_replicas_take_new_weights_and_the_report_says_which() -> None
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs"])
 async def test_a_replica_that_does_not_take_them_is_rebuilt_with_them(fault: str) -> None:
-    bad, good, rebuild = Fake(), Fake(), FakeRebuild()
+    bad, good, rebuild = FakeTeacher(), FakeTeacher(), FakeRebuild()
     async with pool(bad, good, rebuild=rebuild) as (teacher, clock):
         setattr(bad, fault, True)
         loading = asyncio.create_task(teacher.slots.load(NEW))
         await settle()
-        await clock.pass_(50)
+        await clock.passes(50)
         await loading
         await settle()
         assert rebuild.asked == [0]
@@ -597,22 +479,18 @@ async def test_a_replica_that_does_not_take_them_is_rebuilt_with_them(fault: str
 
 
 async def test_a_replica_on_probation_is_not_taken_back_with_old_weights() -> None:
-    bad, good, rebuild = Fake(), Fake(), FakeRebuild()
+    bad, good, rebuild = FakeTeacher(), FakeTeacher(), FakeRebuild()
     async with pool(bad, good, rebuild=rebuild, delay_s=1) as (teacher, clock):
-        for index in range(2):
-            await teacher.score(rollouts(f"p{index}/0"))
-        bad.broken = True
-        await teacher.score(rollouts("q/0"))
-        await settle()
+        await on_probation(teacher, bad)
         bad.broken = False
         await teacher.slots.load(NEW)
-        await clock.pass_(1)
+        await clock.passes(1)
         assert bad.loaded == []
         assert [fake.loaded for fake in rebuild.made] == [[NEW.directory]]
 
 
 async def test_a_replica_that_is_rebuilt_later_takes_the_newest_weights() -> None:
-    only, rebuild = Fake(), FakeRebuild()
+    only, rebuild = FakeTeacher(), FakeRebuild()
     async with pool(only, rebuild=rebuild) as (teacher, _):
         await teacher.slots.load(NEW)
         only.dead = True

@@ -47,13 +47,17 @@ def rollout(tokens: int = 2) -> Rollout:
     return replace(make_rollout(tokens=tokens, prompt_tokens=3), topk_ids=topk)
 
 
-async def score(engine: Engine, kind: str, tokens: int = 2, temperature: float = 1.0) -> Any:
+def scoring(engine: Engine, kind: str, temperature: float = 1.0) -> Any:
     from teachers.scoring import RequestScoring
     from teachers.spec import TeacherEngineSpec
 
     top_k = K if kind.endswith("topk") else 0
-    spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, temperature)
-    return await RequestScoring(spec, engine).score(rollout(tokens), "r")  # type: ignore[arg-type]
+    spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, temperature)  # type: ignore[arg-type]
+    return RequestScoring(spec, engine)  # type: ignore[arg-type]
+
+
+async def score(engine: Engine, kind: str, tokens: int = 2, temperature: float = 1.0) -> Any:
+    return await scoring(engine, kind, temperature).score(rollout(tokens), "r")
 
 
 def bits(*parts: Any) -> Any:
@@ -70,32 +74,24 @@ def asked_rows(engine: Engine) -> Any:
     return RowRequest.of(engine.asked[-1][1].extra_args)
 
 
-async def test_only_the_responses_rows_are_asked_for() -> None:
+async def test_only_the_responses_rows_are_asked_for_and_the_last_token_is_not_sent() -> None:
+    """It predicts nothing."""
     engine = Engine(bits([[-1.0], [-2.0]]))
     await score(engine, "sampled")
     wanted = asked_rows(engine)
     assert (wanted.ranges, wanted.columns, wanted.top_k) == (((2, 4),), 1, 0)
-
-
-async def test_the_last_token_predicts_nothing_and_is_not_sent() -> None:
-    engine = Engine(bits([[-1.0], [-2.0]]))
-    await score(engine, "sampled")
     assert engine.asked[0][0]["prompt_token_ids"] == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("last", [[], [("tool", 2)]])
 async def test_the_rows_before_each_span_of_the_student_are_asked_for(last: Any) -> None:
-    from teachers.scoring import RequestScoring
-    from teachers.spec import TeacherEngineSpec
-
     turns = [("student", 2), ("tool", 3), ("student", 1), *last]
     engine, asked = Engine(bits([[-1.0], [-2.0], [-3.0]])), sequence("p/0", turns)
-    spec = TeacherEngineSpec("t", kwargs(MODEL), "sampled", 0, EOS)
-    scores = await RequestScoring(spec, engine).score(asked, "r")  # type: ignore[arg-type]
+    scores = await scoring(engine, "sampled").score(asked, "r")
     assert engine.asked[0][0]["prompt_token_ids"] == asked.token_ids[:8].tolist()
     assert asked_rows(engine).ranges == ((2, 4), (7, 8))
     assert np.frombuffer(asked_rows(engine).ids, np.int32).tolist() == asked.response_ids.tolist()
-    assert scores.logprobs.tolist() == [-1, -2, -3]  # type: ignore[union-attr]
+    assert scores.logprobs.tolist() == [-1, -2, -3]
 
 
 async def test_the_sampled_token_comes_first_and_then_the_teachers_best() -> None:
@@ -119,12 +115,8 @@ async def test_the_students_top_k_goes_with_the_sampled_token() -> None:
 
 
 async def test_a_rollout_without_the_students_top_k_is_an_error() -> None:
-    from teachers.scoring import RequestScoring
-    from teachers.spec import TeacherEngineSpec
-
-    spec = TeacherEngineSpec("t", kwargs(MODEL), "student_topk", K, EOS)
     with pytest.raises(StageError, match="p/0 came without the student's top-k"):
-        await RequestScoring(spec, Engine()).score(make_rollout("p/0"), "r")  # type: ignore[arg-type]
+        await scoring(Engine(), "student_topk").score(make_rollout("p/0"), "r")
 
 
 async def test_states_of_bfloat16_travel_as_their_bits() -> None:
@@ -154,14 +146,10 @@ async def test_a_row_that_was_in_the_prefix_cache_is_asked_for_again_without_it(
 async def test_a_rollout_that_begins_like_another_does_not_read_the_cache(
     second: list[int], cached: bool
 ) -> None:
-    from teachers.scoring import RequestScoring
-    from teachers.spec import TeacherEngineSpec
-
-    engine = Engine(*[bits(np.full((3, 1), -1.0))] * 2)
-    scoring = RequestScoring(TeacherEngineSpec("t", kwargs(MODEL), "sampled", 0, EOS), engine)  # type: ignore[arg-type]
-    first = rollout(3)
-    await scoring.score(first, "a")
-    await scoring.score(replace(first, continuation=np.array(second, np.int32)), "b")
+    engine, first = Engine(*[bits(np.full((3, 1), -1.0))] * 2), rollout(3)
+    made = scoring(engine, "sampled")
+    await made.score(first, "a")
+    await made.score(replace(first, continuation=np.array(second, np.int32)), "b")
     skipped = [request[1].skip_reading_prefix_cache for request in engine.asked]
     assert skipped == [False, not cached]
 

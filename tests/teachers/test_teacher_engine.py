@@ -141,11 +141,6 @@ def table_of(model: Any, rollout: Any) -> Any:
     return logits[rows].log_softmax(-1).numpy()
 
 
-def test_samples_come_back_in_order(seen: Seen) -> None:
-    found = [sample.rollout.uid for sample in seen.samples["teacher_topk"]]
-    assert found == [rollout.uid for rollout in rollouts()]
-
-
 @pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk"])
 def test_the_sampled_token_has_the_log_probability_transformers_gives_it(
     seen: Seen, tables: list[Any], kind: str
@@ -190,13 +185,14 @@ def test_a_tempered_teachers_scores_are_those_of_its_logits_over_the_temperature
         np.testing.assert_allclose(sample.scores.logprobs, own, atol=1e-4)
 
 
-def test_the_students_ids_come_back_as_it_gave_them(seen: Seen) -> None:
+def test_samples_come_back_in_order_and_the_students_ids_travel_no_further_than_the_scores(
+    seen: Seen,
+) -> None:
+    found = seen.samples["teacher_topk"]
+    assert [sample.rollout.uid for sample in found] == [rollout.uid for rollout in rollouts()]
+    assert {sample.rollout.topk_ids for sample in found} == {None}
     for rollout, sample in zip(rollouts(), seen.samples["student_topk"], strict=True):
         np.testing.assert_array_equal(sample.scores.ids, rollout.topk_ids)
-
-
-def test_the_students_ids_travel_no_further_than_the_scores(seen: Seen) -> None:
-    assert {sample.rollout.topk_ids for sample in seen.samples["teacher_topk"]} == {None}
 
 
 def test_states_cover_the_response_positions_only(seen: Seen) -> None:
@@ -240,15 +236,11 @@ def kl(p: Any, q: Any) -> Any:
     return (np.exp(p) * (p - q)).sum(-1)
 
 
-def test_the_teacher_answers_prompts_itself(seen: Seen) -> None:
+def test_the_teacher_answers_prompts_itself_without_a_tokenizer_and_counts_tokens(
+    seen: Seen,
+) -> None:
     assert [int(answer.response_ids[-1]) for answer in seen.answers] == [EOS[0]] * 4
-
-
-def test_no_tokenizer_is_loaded(seen: Seen) -> None:
     assert seen.tokenizer is None
-
-
-def test_the_report_counts_tokens_of_prompts_and_responses(seen: Seen) -> None:
     assert seen.tokens == sum(rollout.tokens for rollout in rollouts())
 
 

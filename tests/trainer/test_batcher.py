@@ -19,7 +19,7 @@ from async_opd.core.samples import Sample
 from async_opd.core.stages import SCORED, STALE, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_sample
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 from trainer.batcher import Batcher
 
 

@@ -21,7 +21,7 @@ from async_opd.core.stages import SCORED, STALE, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_sample
 from tests.properties import examples
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 from trainer.batcher import Batcher
 from trainer.batches.hand_out import Dealt, HandOut
 from trainer.batches.micro_batches import PlannedMicroBatch

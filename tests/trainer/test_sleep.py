@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.rollouter.test_stage import settle
+from tests.world.clock import settle
 from trainer.stage import TrainerStage
 
 

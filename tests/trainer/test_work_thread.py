@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rollouter.test_stage import settle
+from tests.world.clock import settle
 from trainer.parallel.follower import Follower
 from trainer.stage import TrainerStage
 from trainer.work_thread import WorkThread

@@ -13,22 +13,7 @@ import uvloop
 
 from async_opd.core.errors import StageTimeout
 from async_opd.waiting.deadline import LATE_S, Bound, Deadline
-
-
-class Timer:
-    """One entry that rings by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.cancelled = False
-        self.ring: Callable[[], None] = lambda: None
-
-    def __call__(self, seconds: float, call: Callable[[], None]) -> Timer:
-        self.seconds, self.ring = seconds, call
-        return self
-
-    def cancel(self) -> None:
-        self.cancelled = True
+from tests.world.clock import ManualTimer, settle
 
 
 async def forever() -> None:
@@ -40,22 +25,13 @@ async def answer() -> int:
 
 
 async def test_work_in_time_gives_its_result_and_stops_the_timer() -> None:
-    timer = Timer()
+    timer = ManualTimer()
     assert await Deadline("a", timer).within(5, "work", answer()) == 42
-    assert timer.cancelled
+    assert timer.due == []
 
 
-async def test_late_work_is_cancelled_and_named() -> None:
-    timer = Timer()
-    waiting = asyncio.create_task(Deadline("teacher t", timer).within(5, "score on /0", forever()))
-    await asyncio.sleep(0)
-    timer.ring()
-    with pytest.raises(StageTimeout, match="teacher t: score on /0 took longer than 5 s"):
-        await asyncio.wait_for(waiting, 5)
-
-
-async def test_late_work_has_ended_when_the_error_is_raised_which_has_the_remedy() -> None:
-    timer, ended = Timer(), asyncio.Event()
+async def test_late_work_is_cancelled_named_and_has_ended_when_the_error_is_raised() -> None:
+    timer, ended = ManualTimer(), asyncio.Event()
 
     async def slow_to_end() -> None:
         try:
@@ -64,40 +40,34 @@ async def test_late_work_has_ended_when_the_error_is_raised_which_has_the_remedy
             await asyncio.sleep(0)
             ended.set()
 
-    work = Deadline("a", timer).within(5, "work", slow_to_end(), "raise the bound")
+    work = Deadline("teacher t", timer).within(5, "score on /0", slow_to_end(), "raise the bound")
     waiting = asyncio.create_task(work)
     await asyncio.sleep(0)
-    timer.ring()
-    with pytest.raises(StageTimeout) as caught:
+    timer.advance(5)
+    with pytest.raises(StageTimeout, match="teacher t: score on /0 took longer than 5 s") as caught:
         await asyncio.wait_for(waiting, 5)
-    assert ended.is_set()
-    assert caught.value.remedy == "raise the bound"
+    assert (ended.is_set(), caught.value.remedy) == (True, "raise the bound")
 
 
-async def test_a_bound_inside_of_the_work_comes_through_as_it_is() -> None:
-    async def inner() -> None:
-        raise TimeoutError("inner")
+@pytest.mark.parametrize("error", [TimeoutError("inner"), ValueError("bad")])
+async def test_an_error_of_the_work_also_a_bound_inside_of_it_comes_through(
+    error: Exception,
+) -> None:
+    async def fails() -> None:
+        raise error
 
-    with pytest.raises(TimeoutError, match=r"^inner$"):
-        await Deadline("a", Timer()).within(5, "work", inner())
+    with pytest.raises(type(error), match=rf"^{error}$"):
+        await Deadline("a", ManualTimer()).within(5, "work", fails())
 
 
 async def test_an_infinite_bound_sets_no_timer() -> None:
-    timer = Timer()
+    timer = ManualTimer()
     assert await Deadline("a", timer).within(math.inf, "work", answer()) == 42
-    assert timer.seconds == 0
-
-
-async def test_an_error_of_the_work_comes_through() -> None:
-    async def fail() -> None:
-        raise ValueError("bad")
-
-    with pytest.raises(ValueError, match="bad"):
-        await Deadline("a", Timer()).within(5, "work", fail())
+    assert timer.delays == []
 
 
 async def test_who_is_cancelled_leaves_no_work_behind() -> None:
-    waiting = asyncio.create_task(Deadline("a", Timer()).within(5, "work", forever()))
+    waiting = asyncio.create_task(Deadline("a", ManualTimer()).within(5, "work", forever()))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait({waiting})
@@ -122,8 +92,7 @@ class Called:
 
     async def __call__(self) -> int:
         await self.answered
-        for _ in range(self.turns):
-            await asyncio.sleep(0)
+        await settle(self.turns)
         return 42
 
 
@@ -179,25 +148,21 @@ async def test_a_loop_that_is_late_all_the_time_gives_work_at_most_its_bound_aga
 
 
 async def test_a_pause_ends_when_the_timer_rings() -> None:
-    timer = Timer()
+    timer = ManualTimer()
     pausing = asyncio.create_task(Deadline("a", timer).pause(3))
     await asyncio.sleep(0)
-    assert (timer.seconds, pausing.done()) == (3, False)
-    timer.ring()
+    assert (timer.left, pausing.done()) == ([3], False)
+    timer.advance(5)
     await asyncio.wait_for(pausing, 5)
-
-
-async def test_no_time_is_no_pause() -> None:
-    timer = Timer()
     await asyncio.wait_for(Deadline("a", timer).pause(0), 5)
-    assert timer.seconds == 0
+    assert timer.delays == [3]  # no time is no pause
 
 
 async def test_a_pause_that_is_cancelled_leaves_no_timer() -> None:
-    timer = Timer()
+    timer = ManualTimer()
     pausing = asyncio.create_task(Deadline("a", timer).pause(450))
     await asyncio.sleep(0)
     pausing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pausing
-    assert timer.cancelled
+    assert timer.due == []

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from async_opd.waiting.gate import Gate
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.world.clock import settle
 
 
 async def test_closing_waits_for_what_is_inside_and_lets_nothing_in() -> None:

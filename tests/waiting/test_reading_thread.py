@@ -15,8 +15,8 @@ from async_opd.core.errors import SourceError, StageTimeout
 from async_opd.core.samples import DeadLetter, Prompt
 from async_opd.waiting.reading_thread import ReadingThread
 from async_opd.waiting.waits import EVERY_S, Waits
-from tests.timers import ManualTimer
 from tests.waiting.test_deadline import Run, both_loops
+from tests.world.clock import ManualTimer
 
 STALL_S = 100.0
 
@@ -148,13 +148,11 @@ async def test_a_work_after_one_that_hangs_for_good_is_given_up_too() -> None:
 async def test_a_late_source_has_lines_that_name_it() -> None:
     with hanging_source() as source:
         timer, lines = ManualTimer(), list[str]()
-        waits = Waits(lines.append, timer, lambda: timer.now)
+        waits = Waits(lines.append, timer, timer.clock)
         reading = ReadingThread("rows of the source", STALL_S, waits=waits, timer=timer)
         running = asyncio.create_task(reading.run(source.read))
         await source.asked()
-        timer.advance(EVERY_S)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await timer.passes(EVERY_S)
         assert lines == [
             "waiting for rows of the source (10 s so far, at most 100 s without progress)"
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from async_opd.waiting.waits import EVERY_S, MAX_NAMED, Waits
-from tests.timers import ManualTimer
+from tests.world.clock import ManualTimer
 
 
 class World:
@@ -14,13 +14,11 @@ class World:
     def __init__(self) -> None:
         self.timer = ManualTimer()
         self.lines: list[str] = []
-        self.waits = Waits(self.lines.append, self.timer, lambda: self.timer.now)
+        self.waits = Waits(self.lines.append, self.timer, self.timer.clock)
 
     async def advance(self, seconds: float) -> None:
         await asyncio.sleep(0)
-        self.timer.advance(seconds)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await self.timer.passes(seconds)
 
 
 async def test_a_line_names_what_is_waited_for_since_when_and_its_bound() -> None:

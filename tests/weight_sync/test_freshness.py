@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import WeightSyncError, WrongWeights
-from async_opd.core.reports import Progress
 from async_opd.core.row import Media
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
@@ -23,8 +22,9 @@ from async_opd.weight_sync.freshness import (
     Freshness,
     refuse_other_digests,
 )
-from async_opd.weight_sync.held_rows import LENGTHS, HeldRow, held_rows
-from async_opd.weight_sync.layout import Reference, Rendezvous, WeightMeta
+from async_opd.weight_sync.held_rows import HeldRow, held_rows
+from async_opd.weight_sync.layout import Reference, WeightMeta
+from tests.world.sync import Receiver, Sender
 
 ROWS = held_rows(100, 128)
 UNIT = 0.01
@@ -56,20 +56,26 @@ def evidence(nats: float = 0.001, **loaded: str) -> Evidence:
 # ── log-probabilities ──────────────────────────────────────────────────────────────────────────
 
 
-def test_a_replica_within_rounding_is_fresh() -> None:
-    verdict = Freshness(1).judge(META, {0: evidence(UNIT)})
+def test_a_replica_within_rounding_is_fresh_and_the_metric_is_the_largest_difference() -> None:
+    verdict = Freshness(1).judge(META, {0: evidence(UNIT), 1: evidence(UNIT / 2)})
     assert verdict.wrong == {}
-    assert verdict.metrics["sync/student/0/freshness_nats"] == pytest.approx(UNIT, rel=1e-4)
+    assert verdict.metrics["sync/student/1/freshness_nats"] == pytest.approx(UNIT / 2, rel=1e-3)
+    assert verdict.metrics["sync/freshness_nats"] == pytest.approx(UNIT, rel=1e-3)
 
 
-def test_the_metric_is_the_largest_difference_of_the_replicas() -> None:
-    verdict = Freshness(1).judge(META, {0: evidence(0.001), 1: evidence(0.002)})
-    assert verdict.metrics["sync/freshness_nats"] == pytest.approx(0.002, rel=1e-3)
-
-
-def test_a_first_difference_beyond_any_rounding_means_wrong_weights() -> None:
-    verdict = Freshness(1).judge(META, {0: evidence(1.1 * FIRST_RATIO * UNIT)})
+def test_a_first_difference_beyond_any_rounding_means_wrong_weights_and_sets_no_bound() -> None:
+    freshness = Freshness(1)
+    verdict = freshness.judge(META, {0: evidence(1.1 * FIRST_RATIO * UNIT)})
     assert "differ from the trainer's by 0.352 nats" in str(verdict.wrong[0])
+    assert freshness.judge(META, {0: evidence(0.9 * FIRST_RATIO * UNIT)}).wrong == {}
+
+
+@pytest.mark.parametrize(("nats", "wrong"), [(0.0, []), (1e-6, [0])])
+def test_where_rounding_changes_nothing_any_difference_means_wrong_weights(
+    nats: float, wrong: list[int]
+) -> None:
+    exact = replace(META, reference=replace(reference(), noise={"text": 0.0}))
+    assert list(Freshness(1).judge(exact, {0: evidence(nats)}).wrong) == wrong
 
 
 def test_the_first_sync_measures_the_bound_of_the_later_ones() -> None:
@@ -177,10 +183,6 @@ def test_no_replica_is_blamed_for_a_broken_trainer() -> None:
 SENT = {"norm": "n1", "matrix": "m1"}
 
 
-def test_equal_digests_in_every_worker_are_accepted() -> None:
-    refuse_other_digests("student/0", META, [SENT, SENT])
-
-
 @pytest.mark.parametrize(
     ("received", "said"),
     [
@@ -193,6 +195,7 @@ def test_equal_digests_in_every_worker_are_accepted() -> None:
 def test_other_digests_in_one_worker_mean_wrong_weights(
     received: dict[str, str], said: str
 ) -> None:
+    refuse_other_digests("student/0", META, [SENT, SENT])
     with pytest.raises(WrongWeights, match=f"worker 1 was given other tensors .* sent: {said}"):
         refuse_other_digests("student/0", META, [SENT, received])
 
@@ -243,18 +246,13 @@ def test_the_trainer_may_not_leave_out_a_tensor_that_it_has_sent_before() -> Non
 
 
 async def test_a_snapshot_without_a_tensor_is_never_sent() -> None:
-    world = World(Receiver())
+    world = World(Compared())
     await world.push(1)
     names = replace(META, names=("norm",))
-    world.sender.snapshot = lambda version, compare=False: _answer(names)  # type: ignore
+    world.sender.meta = lambda compare: names  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match="matrix is missing"):
         await world.sync.snapshot(2)
-    assert world.sync.newest is not None
     assert world.sync.newest[0] == 1
-
-
-async def _answer(meta: WeightMeta) -> WeightMeta:
-    return meta
 
 
 # ── parameters that are never equal to what was sent ───────────────────────────────────────────
@@ -280,13 +278,16 @@ FIRST = sent_as(attn_q="q1", attn_k="k1", attn_o="o1")
 SECOND = sent_as(attn_q="q2", attn_k="k2", attn_o="o2")
 
 
-def test_updates_that_all_replicas_ignore_from_the_first_on_are_found_at_the_second() -> None:
+def test_updates_that_all_replicas_ignore_are_found_at_the_second_and_at_once_after_a_rebuild() -> (
+    None
+):
     freshness = Freshness(1)
     disk = having(attn_qkv="qk0", attn_o="o0")
     assert freshness.judge(FIRST, {0: disk, 1: disk}).wrong == {}
-    found = freshness.judge(SECOND, {0: disk, 1: disk}).wrong
-    assert sorted(found) == [0, 1]
-    assert "did not change with what was sent: l.attn.o.weight, l.attn.qkv.weight" in str(found[1])
+    for meta in (SECOND, replace(SECOND, reference=None)):
+        found = freshness.judge(meta, {0: disk, 1: disk}).wrong
+        assert sorted(found) == [0, 1]
+        assert "change with what was sent: l.attn.o.weight, l.attn.qkv.weight" in str(found[1])
 
 
 def test_matrices_that_never_followed_are_found_although_learned_ones_follow() -> None:
@@ -305,14 +306,6 @@ def test_fused_experts_that_never_followed_are_found(module: str) -> None:
     freshness.judge(first, {0: evidence(**engine)})
     found = freshness.judge(second, {0: evidence(**engine | {"l.mlp.gate.weight": matrix("g2")})})
     assert f"did not change with what was sent: {name}" in str(found.wrong[0])
-
-
-def test_a_rebuilt_replica_that_still_ignores_updates_is_found_at_once() -> None:
-    freshness = Freshness(1)
-    disk = having(attn_qkv="qk0", attn_o="o0")
-    freshness.judge(FIRST, {0: disk})
-    freshness.judge(SECOND, {0: disk})
-    assert list(freshness.judge(replace(SECOND, reference=None), {0: disk}).wrong) == [0]
 
 
 def test_a_matrix_of_a_sent_ones_name_and_shape_has_to_change_by_itself() -> None:
@@ -426,69 +419,40 @@ def test_the_first_sync_and_every_nth_after_it_are_compared() -> None:
     assert due == [True, False, False, True, False, False, True, False]
 
 
-def test_a_sync_without_a_comparison_leaves_the_next_one_due() -> None:
-    freshness = Freshness(3)
-    assert [freshness.due(), freshness.due()] == [True, True]
-
-
-def test_a_replica_with_wrong_weights_leaves_the_next_sync_due() -> None:
+@pytest.mark.parametrize("found", [None, evidence(np.inf)], ids=["not compared", "wrong weights"])
+def test_a_sync_without_a_comparison_or_with_wrong_weights_leaves_the_next_one_due(
+    found: Evidence | None,
+) -> None:
     freshness = Freshness(3)
     freshness.due()
-    freshness.judge(META, {0: evidence(np.inf)})
+    if found is not None:
+        freshness.judge(META, {0: found})
     assert freshness.due()
 
 
 # ── the sync ───────────────────────────────────────────────────────────────────────────────────
 
 
-class Sender:
-    """Counts versions; snapshots that are due have a reference."""
+class Comparing(Sender):
+    """Snapshots that are due have a reference."""
 
-    def __init__(self) -> None:
-        self.compared: list[bool] = []
-
-    async def open(self, group: int, world_size: int, connected: Any = ()) -> Rendezvous:
-        return Rendezvous("host", 1, world_size, 1.0, 1, b"secret")
-
-    async def connect(self, group: int) -> None: ...
-
-    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
-        self.compared.append(compare)
+    def meta(self, compare: bool) -> WeightMeta:
         return META if compare else replace(META, reference=None)
 
-    async def send(self, group: int) -> float:
-        return 0.0
 
-
-@dataclass
-class Receiver:
+class Compared(Receiver):
     """A replica: ``nats`` from the trainer; ``altered`` on its way, or silent."""
 
-    nats: float = 0.0
-    altered: bool = False
-    silent: bool = False
-    paused: bool = False
-    asked: list[bool] = field(default_factory=list)
-    loaded: dict[str, str] = field(default_factory=dict)
-
-    async def alive(self) -> None: ...
-
-    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None: ...
-
-    async def progress(self) -> Progress:
-        return Progress(0, 0)
-
-    async def pause(self, on_sync: str) -> None:
-        self.paused = True
+    def __init__(
+        self, nats: float = 0.0, altered: bool = False, silent: bool = False, **loaded: str
+    ):
+        super().__init__()
+        self.nats, self.altered, self.silent, self.loaded = nats, altered, silent, loaded
+        self.asked: list[bool] = []  # whether it was paused then
 
     async def receive(self, meta: WeightMeta) -> None:
         if self.altered:
             raise WrongWeights("student", "worker 0 was given other tensors")
-
-    async def finish(self, version: int) -> None: ...
-
-    async def resume(self) -> None:
-        self.paused = False
 
     async def evidence(self, rows: Any) -> Evidence:
         self.asked.append(self.paused)
@@ -501,12 +465,12 @@ class World:
     """A sync to receivers, compared every second time."""
 
     def __init__(
-        self, *receivers: Receiver, on_wrong_weights: Any = "rebuild", every: int = 2
+        self, *receivers: Compared, on_wrong_weights: Any = "rebuild", every: int = 2
     ) -> None:
         named = {f"student/{index}": one for index, one in enumerate(receivers)}
         policy = Policy[Any](supervision=SupervisionConfig(max_restarts=1))
         self.members: MemberSet[Any] = MemberSet("rollout", named, policy)
-        self.sender = Sender()
+        self.sender = Comparing()
         self.sync = BroadcastSync(
             self.sender,
             self.members,
@@ -520,10 +484,10 @@ class World:
         await self.sync.snapshot(version)
         return (await self.sync.push()).metrics
 
-    async def rejoin(self, newcomer: Receiver) -> None:
+    async def rejoin(self, newcomer: Compared) -> None:
         """Member 0 is rebuilt. Raises why it is not."""
 
-        async def rebuild(member: Member[Any]) -> Receiver:
+        async def rebuild(member: Member[Any]) -> Compared:
             await self.sync.rejoin(member.index, newcomer, 1)
             return newcomer
 
@@ -535,86 +499,76 @@ class World:
         await self.members.mend(member)
 
 
-async def test_replicas_are_asked_while_they_generate() -> None:
-    receiver = Receiver()
-    await World(receiver).push()
-    assert receiver.asked == [False]
-
-
-async def test_a_sync_that_is_not_due_asks_nobody() -> None:
-    receiver = Receiver()
+async def test_replicas_are_asked_while_they_generate_at_the_syncs_that_are_due() -> None:
+    receiver = Compared()
     world = World(receiver)
     for version in range(3):
         metrics = await world.push(version)
     assert world.sender.compared == [True, False, True]
-    assert len(receiver.asked) == 2
+    assert receiver.asked == [False, False]
     assert metrics["sync/wrong_weights"] == 0
 
 
-async def test_with_wrong_weights_a_replica_is_ejected_with_the_difference_and_others_go_on() -> (
-    None
-):
-    world = World(Receiver(), Receiver(nats=9.0))
+@pytest.mark.parametrize(
+    ("fault", "cause"), [({"nats": 9.0}, "by 9 nats"), ({"altered": True}, "other tensors")]
+)
+async def test_with_wrong_weights_a_replica_is_ejected_with_the_cause_and_others_go_on(
+    fault: Any, cause: str
+) -> None:
+    wrong = Compared(**fault)
+    world = World(Compared(), wrong)
     metrics = await world.push()
     assert [member.name for member in world.members.serving] == ["student/0"]
-    assert "by 9 nats" in str(world.members["student/1"].failure)
+    assert cause in str(world.members["student/1"].failure)
     assert metrics["sync/wrong_weights"] == 1
+    assert wrong.paused == wrong.altered  # one that was given other tensors is never resumed
 
 
-async def test_a_replica_that_was_given_other_tensors_is_ejected_and_never_resumed() -> None:
-    altered = Receiver(altered=True)
-    world = World(Receiver(), altered)
-    metrics = await world.push()
-    assert [member.name for member in world.members.serving] == ["student/0"]
-    assert altered.paused
-    assert metrics["sync/wrong_weights"] == 1
-
-
-@pytest.mark.parametrize("wrong", [Receiver(nats=9.0), Receiver(altered=True)])
-async def test_with_stop_a_replica_with_wrong_weights_ends_the_run(wrong: Receiver) -> None:
-    world = World(Receiver(), wrong, on_wrong_weights="stop")
+@pytest.mark.parametrize("fault", [{"nats": 9.0}, {"altered": True}])
+async def test_with_stop_a_replica_with_wrong_weights_ends_the_run(fault: Any) -> None:
+    world = World(Compared(), Compared(**fault), on_wrong_weights="stop")
     with pytest.raises(WrongWeights, match="student"):
         await world.push()
 
 
 async def test_a_replica_that_scores_no_rows_in_time_is_ejected_but_not_for_wrong_weights() -> None:
-    world = World(Receiver(), Receiver(silent=True), on_wrong_weights="stop")
+    world = World(Compared(), Compared(silent=True), on_wrong_weights="stop")
     metrics = await world.push()
     assert "no new token for 0.2 s" in str(world.members["student/1"].failure)
     assert metrics["sync/wrong_weights"] == 0
 
 
-async def test_who_rejoins_is_compared_before_it_serves() -> None:
-    world = World(Receiver(), Receiver())
+async def test_one_that_rejoins_is_compared_before_it_serves() -> None:
+    world, newcomer = World(Compared(), Compared()), Compared(nats=9.0)
     await world.push()
-    newcomer = Receiver()
-    await world.rejoin(newcomer)
+    with pytest.raises(WrongWeights):
+        await world.rejoin(newcomer)
     assert newcomer.asked == [False]
+    assert [member.name for member in world.members.serving] == ["student/1"]
 
 
 async def test_with_stop_who_rejoins_with_wrong_weights_ends_the_run_at_the_next_sync() -> None:
-    world = World(Receiver(), Receiver(), on_wrong_weights="stop")
+    world = World(Compared(), Compared(), on_wrong_weights="stop")
     await world.push(1)
     with pytest.raises(WrongWeights):
-        await world.rejoin(Receiver(nats=9.0))
+        await world.rejoin(Compared(nats=9.0))
     with pytest.raises(WrongWeights, match="by 9 nats"):
         await world.push(2)
 
 
 async def test_with_stop_who_rejoins_and_does_not_answer_does_not_end_the_run() -> None:
-    world = World(Receiver(), Receiver(), on_wrong_weights="stop")
+    world = World(Compared(), Compared(), on_wrong_weights="stop")
     await world.push(1)
     with pytest.raises(WeightSyncError):
-        await world.rejoin(Receiver(silent=True))
+        await world.rejoin(Compared(silent=True))
     assert (await world.push(2))["sync/wrong_weights"] == 0
 
 
 async def test_heartbeats_go_on_while_digests_are_compared() -> None:
     """``judge`` waits here until the event loop has run something else."""
-    world, beat = World(Receiver()), threading.Event()
+    world, beat = World(Compared()), threading.Event()
     await world.sync.snapshot(1)
     freshness = world.sync._freshness
-    assert freshness is not None
     judge, waited, loop = freshness.judge, [], asyncio.get_running_loop()
 
     def waiting(*given: Any) -> Any:
@@ -627,31 +581,19 @@ async def test_heartbeats_go_on_while_digests_are_compared() -> None:
     assert waited == [True]
 
 
-async def test_a_replica_that_rejoins_with_wrong_weights_does_not_serve() -> None:
-    world = World(Receiver(), Receiver())
-    await world.push()
-    with pytest.raises(WrongWeights):
-        await world.rejoin(Receiver(nats=9.0))
-    assert [member.name for member in world.members.serving] == ["student/1"]
-
-
 async def test_the_sync_after_a_rejoin_without_a_comparison_is_due() -> None:
-    world = World(Receiver(), every=100)
+    world = World(Compared(), every=100)
     await world.push(1)
     await world.push(2)
-    await world.rejoin(Receiver(nats=9.0))  # nobody has the trainer's rows any more
+    await world.rejoin(Compared(nats=9.0))  # nobody has the trainer's rows any more
     await world.push(3)
     assert world.sender.compared == [True, False, True]
     assert "by 9 nats" in str(world.members.all[0].failure)
 
 
-async def test_who_rejoins_without_a_comparison_of_rows_has_its_parameters_compared() -> None:
-    world = World(Receiver(), every=100)
+async def test_one_that_rejoins_without_a_comparison_of_rows_has_its_parameters_compared() -> None:
+    world = World(Compared(), every=100)
     await world.push(1)
     await world.push(2)
     with pytest.raises(WrongWeights, match="other weights than were sent: norm"):
-        await world.rejoin(Receiver(loaded={"norm": "n0", "packed": "p1"}))
-
-
-def test_the_rows_have_128_tokens() -> None:
-    assert sum(LENGTHS) == 128
+        await world.rejoin(Compared(norm="n0", packed="p1"))

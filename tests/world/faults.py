@@ -12,29 +12,14 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from async_opd.accounting.audit import Audit
-from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Prompt, Rollout
+from async_opd.core.samples import Rollout
 from async_opd.grading.graders import GradeError
-from tests.test_pipeline import TEACHERS, FakePrompts, MortalQueue, World
+from tests.world.clock import settle
+from tests.world.prompts import FakePrompts
+from tests.world.queue import MortalQueue
+from tests.world.run import World
 
 AMONG = 12  # prompts
-
-
-class FaultyPrompts(FakePrompts):
-    """Some of the first prompts cannot be sampled."""
-
-    def __init__(self, cursor: int, bad: frozenset[int]) -> None:
-        super().__init__(cursor)
-        self.bad = bad
-
-    def next(self, count: int) -> list[Prompt | DeadLetter]:  # type: ignore[override]
-        first, self.cursor = self.cursor, self.cursor + count
-        return [self._one(number) for number in range(first, self.cursor)]
-
-    def _one(self, number: int) -> Prompt | DeadLetter:
-        if number not in self.bad:
-            return self.find(f"p{number}")
-        header = Header(f"p{number}", 0, 0, NO_VERSION, TEACHERS[number % 2])
-        return DeadLetter(header, "no tokens", "prompt")
 
 
 @dataclass(frozen=True)
@@ -50,9 +35,9 @@ class Faults:
     ungraded: float = 0.0
     strokes: tuple[tuple[int, str], ...] = ()
 
-    def stream(self, cursor: int) -> FaultyPrompts:
+    def stream(self, cursor: int) -> FakePrompts:
         """The prompts, from a cursor on."""
-        return FaultyPrompts(cursor, self.prompts)
+        return FakePrompts(cursor, self.prompts)
 
     def into(self, world: World, seed: int) -> None:
         """The stages of a world fail from now on."""
@@ -65,9 +50,9 @@ class Faults:
             return rollout
 
         for teacher in world.teachers.values():
-            teacher.poison = set(self.answers)
+            teacher.poison = self.answers
         for student in world.students:
-            student.worker._grade = grade
+            student.grade = grade  # type: ignore[method-assign]
 
     @contextmanager
     def striking(self, queue: Callable[[], MortalQueue]) -> Iterator[None]:
@@ -81,8 +66,7 @@ class Faults:
     async def strike(self, queue: Callable[[], MortalQueue]) -> None:
         """Supervision makes the copies: between two pipelines nothing is issued for the first."""
         for turns, stroke in self.strokes:
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await settle(turns)
             if stroke == "queue":
                 queue().die()
             else:
@@ -104,9 +88,9 @@ faults = st.builds(
 )
 
 
-def assert_one_fate_each(found: Audit, samples: int) -> None:
+def assert_one_state_each(found: Audit, samples: int) -> None:
     """So many are trained, once each; every other admitted sample is a dead letter, once."""
     assert (found.duplicated, found.in_flight, found.lost) == ((), (), ())
-    fates = Counter(found.trained) + Counter(found.dead_lettered)
-    assert set(fates.values()) == {1}
+    states = Counter(found.trained) + Counter(found.dead_lettered)
+    assert set(states.values()) == {1}
     assert len(found.trained) == samples
