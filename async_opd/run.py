@@ -123,9 +123,9 @@ def _run_in(
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
     mirror = Mirror.of(config, run_dir)
-    told = [*_viewers(config, run_dir), *viewers, *([] if mirror is None else [mirror])]
+    sinks = [*_viewers(config, run_dir), *viewers, *([] if mirror is None else [mirror])]
     with (
-        RunLog(config, run_dir, before=before, viewers=told) as log,
+        RunLog(config, run_dir, before=before, viewers=sinks) as log,
         Journal(run_dir / LEDGER, size) as journal,
     ):
         if mirror is not None:

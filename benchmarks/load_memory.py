@@ -48,7 +48,7 @@ MAKE_S = 300.0
 
 @dataclass(frozen=True)
 class LoadMemory:
-    """Bytes of one rank: of its own parameters, and at most while loading and while checking."""
+    """Bytes of one rank: of its parameters, and at most while loading and while checking."""
 
     share: int
     load_peak: int
@@ -115,7 +115,7 @@ def load_memory(model: Path, ranks: int) -> LoadMemory:
 
 
 def model_in_child(path: Path, **sizes: Any) -> None:
-    """``make_model`` in a process of its own.
+    """``make_model`` in a separate process.
 
     Memory that this process had used and freed would be the ranks' from the start: they are forked.
     RuntimeError where it fails or takes longer than ``MAKE_S``.

@@ -43,7 +43,7 @@ class Pipes:
         return lambda: [end.recv() for end in self._ends]
 
     def mark_broken(self) -> None:
-        """Whoever waits for them fails too."""
+        """Calls that wait for them fail too."""
 
     async def failure(self) -> StageError:
         """A closed pipe ends the order that meets it."""

@@ -57,7 +57,7 @@ def recorder(folder: Path, share: float) -> Recorder:
 
 
 def batches(size: int, median: int) -> Iterator[list[Sample]]:
-    """Batches of samples with uids of their own, of which the recorder chooses."""
+    """Batches of samples with different uids, of which the recorder chooses."""
     draw, index = np.random.default_rng(0), 0
     while True:
         drawn = lengths(draw, size, median, equal=False)

@@ -91,7 +91,7 @@ class Relay:
 
 
 class Client:
-    """A producer or a consumer in a process of its own."""
+    """A producer or a consumer in a separate process."""
 
     def prepare(self, case: Case, batch: int) -> None:
         """Packs one batch that is put again and again: packing is not the queue's work."""

@@ -104,9 +104,9 @@ faults = st.builds(
 )
 
 
-def assert_one_fate_each(found: Audit, samples: int) -> None:
+def assert_one_outcome_each(found: Audit, samples: int) -> None:
     """So many are trained, once each; every other admitted sample is a dead letter, once."""
     assert (found.duplicated, found.in_flight, found.lost) == ((), (), ())
-    fates = Counter(found.trained) + Counter(found.dead_lettered)
-    assert set(fates.values()) == {1}
+    outcomes = Counter(found.trained) + Counter(found.dead_lettered)
+    assert set(outcomes.values()) == {1}
     assert len(found.trained) == samples

@@ -43,7 +43,7 @@ from async_opd.grading.evaluation import Evaluation
 from async_opd.observability.run_log import METRICS, RUN_LOG, RunLog
 from async_opd.observability.sinks import Sink
 from async_opd.pipeline import Pipeline
-from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
+from tests.faults import NO_FAULTS, Faults, assert_one_outcome_each, faults
 from tests.properties import examples
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
 
@@ -296,7 +296,7 @@ def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
     shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k not in ("seed", "n")}),
     n=st.sampled_from([2, 4]),
 )
-def test_whatever_fails_dies_and_has_copies_every_sample_has_one_fate(
+def test_whatever_fails_dies_and_has_copies_every_sample_has_one_outcome(
     seed: int,
     kills: list[tuple[int, str, int | None]],
     faults: Faults,
@@ -314,7 +314,7 @@ def test_whatever_fails_dies_and_has_copies_every_sample_has_one_fate(
             tear(folder, chance)
         else:
             assert live(folder, seed + 99, shape, None, faults=faults)
-        assert_one_fate_each(audit(folder), shape["steps"] * B)
+        assert_one_outcome_each(audit(folder), shape["steps"] * B)
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began

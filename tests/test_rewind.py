@@ -37,7 +37,7 @@ from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.prepare import Prepared
 from async_opd.training import Training
-from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
+from tests.faults import NO_FAULTS, Faults, assert_one_outcome_each, faults
 from tests.properties import examples
 from tests.test_pipeline import (
     FakePrompts,
@@ -218,13 +218,13 @@ def test_whenever_the_trainer_dies_each_due_evaluation_is_accounted_for(
     shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k != "n"}),
     n=st.sampled_from([2, 4]),
 )
-def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_one_fate(
+def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_one_outcome(
     deaths: list[int], faults: Faults, shape: dict[str, Any], **more: Any
 ) -> None:
     shape = shape | more | {"share": 1.0}
     with tempfile.TemporaryDirectory() as name:
         asyncio.run(train(Path(name), deaths, shape, faults=faults))
-        assert_one_fate_each(audit(Path(name)), shape["steps"] * B)
+        assert_one_outcome_each(audit(Path(name)), shape["steps"] * B)
 
 
 SHAPE = {"seed": 1, "steps": 6, "n": 2, "k": 2, "s": 0.5}

@@ -59,7 +59,7 @@ class GpuNode:
 
 
 def units(pools: Collection[Pool]) -> list[Unit]:
-    """A unit for each replica and each rank that has GPUs of its own.
+    """A unit for each replica and each rank that has dedicated GPUs.
 
     Those whose GPUs one colocated teacher shares are a unit together, and so are ranks that share
     rows: they exchange keys and values in every layer.

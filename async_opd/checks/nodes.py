@@ -63,7 +63,7 @@ class Probe:
     """Sizes of the files of each model's folder, by its path."""
     interface: str | None = None
     """``cluster.interface``."""
-    sees: bool = False
+    vision: bool = False
     """A model of the run computes images."""
     address: str | None = None
     """The node's address in Ray, which an interface has to have if none is named."""
@@ -92,7 +92,7 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
         folders[probe.run_dir] = _run_dir_fault(probe)
     return NodeReport(
         node,
-        versions(probe.sees),
+        versions(probe.vision),
         {name: os.environ[name] for name in AGREED if name in os.environ},
         _shm_mib(),
         {path: fault for path, fault in folders.items() if fault},
@@ -101,15 +101,15 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
     )
 
 
-def versions(sees: bool = False) -> dict[str, str]:
+def versions(vision: bool = False) -> dict[str, str]:
     """The versions of what a run imports; async_opd's has a digest of its source files.
 
-    ``sees``: with those of what makes pixels of images.
+    ``vision``: with those of the packages that decode images.
     """
     found = {"python": platform.python_version()}
     for package, distributions in PACKAGES.items():
         found[package] = next(filter(None, map(_installed, distributions)), NOTHING)
-    found |= {name: _installed(name) or NOTHING for name in OF_IMAGES if sees}
+    found |= {name: _installed(name) or NOTHING for name in OF_IMAGES if vision}
     found["async_opd"] = f"{_installed('async_opd') or NOTHING} with source {_source_digest()}"
     return found
 
@@ -146,7 +146,7 @@ def _model_fault(folder: str, expected: Mapping[str, int]) -> str:
 
 
 def _run_dir_fault(probe: Probe) -> str:
-    """Reads the driver's file, and writes and removes one of its own."""
+    """Reads the driver's file, and writes and removes another one."""
     folder = Path(probe.run_dir or "")
     own = folder / f"{probe.name}-{secrets.token_hex(8)}"  # containers share host names and pids
     try:

@@ -123,7 +123,7 @@ def refuse_client(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Pool:
-    """One role's ``replicas`` engines (or ranks), each on GPUs of its own.
+    """One role's ``replicas`` engines (or ranks), each on dedicated GPUs.
 
     A pool that ``shares`` the GPUs of another pool takes none itself. ``together`` of them at a
     time, one after the other, are on one node.

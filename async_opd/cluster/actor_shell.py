@@ -320,7 +320,7 @@ class Remote:
     def _compare(self, found: ActorPlacement, shared: ActorPlacement) -> None:
         """StageError if Ray has started the process elsewhere, as after the death of its node.
 
-        A guest has no GPUs of its own: only its node is compared.
+        A guest has no dedicated GPUs: only its node is compared.
         """
         if found.node != shared.node or found.gpus not in ((), shared.gpus):
             cause = f"Ray has started it on {found}, but it shares {shared}"
@@ -355,7 +355,7 @@ class Remote:
     async def call(
         self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
     ) -> Any:
-        """Calls a method within ``timeout_s``; ``inf`` is no bound, None the bound of requests."""
+        """Calls a method within ``timeout_s``: ``inf`` is unbounded, None the bound of requests."""
         bound = self._timeout_s if timeout_s is None else timeout_s
         key = REQUEST_KEY if timeout_s is None else LIVENESS_KEY
         call = partial(self._handle.call.remote, method, args, named)
@@ -466,7 +466,7 @@ async def end_built(remote: Remote, bound: float) -> None:
     """Restarts a process that has an object, hangs, or gives no answer within the bound.
 
     Ray's error is the same for a process that it restarts and for one that cannot be reached for a
-    while: the next answer tells which.
+    while: the next answer shows which.
     """
     with suppress(StageError, TimeoutError):
         async with Bound(bound):

@@ -113,7 +113,7 @@ class LaunchedStages:
     async def _turn(self) -> None:
         """Gives the trainer its turn, which nobody else does any more. Ends with an error only.
 
-        A scoring phase on these GPUs outlives who asked for it: its teachers sleep first.
+        A scoring phase on these GPUs continues after its caller exits: its teachers sleep first.
         """
         await self.trainer.wait_for_work("rollout")
         teachers = self.singletons.config.teachers.values()
@@ -275,7 +275,7 @@ async def launch_teacher(
     prompts: Sequence[Prompt] = (),
     notify: Callable[[str], None] = discard,
 ) -> AsyncIterator[list[TeacherProxy | EndpointReplica]]:
-    """Starts Ray and the replicas of one teacher, on GPUs of its own, and no other part of a run.
+    """Starts Ray and the replicas of one teacher, on dedicated GPUs, and no other part of a run.
 
     ``prompts`` are those that it will be asked about: if any has images, a queue that holds them is
     started, too. Raises as ``launch`` does.

@@ -42,8 +42,8 @@ def shared_environment(cluster: ClusterConfig, environ: Mapping[str, str]) -> di
     """The variables that all processes of a run get; ``environ`` is the driver's environment.
 
     Processes of a local run inherit ``environ``. In a joined cluster they inherit their node's, so
-    they get the variables named above, except secrets: Ray shows a process's variables to everyone
-    who can use the cluster.
+    they get the variables named above, except secrets: Ray shows a process's variables to all users
+    of the cluster.
     """
     if cluster.address is None:
         return dict(LOOPBACK)

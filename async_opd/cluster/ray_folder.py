@@ -73,7 +73,7 @@ class RayFolder:
         """Appends to the copies of the workers' logs what these have written since, up to a bound.
 
         Copies of older logs than the MAX_LOGS newest are removed, those of an earlier part too.
-        The copies are in the run directory, for who looks while it runs; ``keep_logs`` replaces
+        The copies are in the run directory, to inspect a live run; ``keep_logs`` replaces
         them by the ends of the logs. Raises OSError.
         """
         target = run_dir / LOGS

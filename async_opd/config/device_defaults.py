@@ -2,7 +2,7 @@
 
 config ──resolved──► ``async_opd check``, the run's config.yaml
 
-Whoever needs one of the values asks here, with its device. Imports nothing before it is called: the
+All callers take the values from here, by device. Imports nothing before it is called: the
 trainer does without pydantic.
 """
 
@@ -28,7 +28,7 @@ ALLOCATOR = {
 }
 """Environment of the trainer's ranks. Rows have another length in each step, and chunks of logits
 another number of rows: fixed segments would fragment. Engines do without it, since vLLM's sleep
-frees memory that it allocates in a pool of its own, which such segments are incompatible with."""
+frees memory that it allocates in a separate pool, which such segments are incompatible with."""
 ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -67,7 +67,7 @@ ENTRIES_OF_A_THREAD = 5_000_000
 
 
 def train_threads(config: RunConfig, device: str, cores: int, entries: int) -> int:
-    """CPU threads of each rank, of a student with so many parameters, on a machine of its own.
+    """CPU threads of each rank, of a student with so many parameters, on a separate machine.
 
     By ``auto`` on a CPU the ranks share the cores beside the engines, which have one thread each;
     at least two cores, since engines wait too: a step of a 245M student beside three engines took

@@ -129,7 +129,7 @@ class Batch:
 
     @property
     def without_payloads(self) -> Batch:
-        """The same headers with an empty buffer; each still tells the bytes of its payload."""
+        """The same headers with an empty buffer; each keeps the size of its payload."""
         return Batch(self.rows, NOTHING.buffer)
 
     @property

@@ -2,5 +2,5 @@
 
 What lies below a directory that was given is read by ``foreign.ForeignPath`` alone.
 
-Imports ``core``, of which only the errors and what is said of a written file.
+Imports ``core``, of which only the errors and the record of a written file.
 """

@@ -71,7 +71,7 @@ class MediaCache:
 
         An image that is fetched already for another caller is waited for. RolloutFault for an image
         that nobody holds, or whose bytes have another SHA-256; StageTimeout after ``timeout_s``;
-        what ``fetch`` raises. A failed fetch fails all who wait for it, and the next call repeats
+        what ``fetch`` raises. A failed fetch fails for all its callers, and the next call repeats
         it.
         """
         hashes = list(dict.fromkeys(one.sha256 for one in media))

@@ -1,4 +1,4 @@
-"""Families of models that see: of which it was shown that engines and trainer compute the same.
+"""Families of vision models for which tests show that engines and trainer compute the same.
 
 A family is a ``model_type`` of transformers' ``AutoModelForImageTextToText`` that vLLM has too.
 Expansion, inputs and weights have no code for single families: another one is added here when
@@ -27,7 +27,7 @@ NOT_TRAINED = {"gemma3": "tokens of an image see each other, and the trainer's r
 WITH_PREFIX = ("gemma3", "llava")
 """Families whose towers have weights ``vision_tower.vision_model.…`` on the hub and in vLLM."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of which a model that sees has at least one: the settings of its image processor."""
+"""Files of which a vision model has at least one: the settings of its image processor."""
 
 
 def refused(config: Mapping[str, Any], device: Device | None, trained: bool) -> str:

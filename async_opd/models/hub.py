@@ -52,7 +52,7 @@ class NamedModel:
 
 
 def named_models(config: RunConfig) -> list[NamedModel]:
-    """The student and the teachers with a model of their own."""
+    """The student and the teachers with a separate model."""
     own = config.student
     found = [NamedModel("student", own.model, own.revision, own.trust_remote_code)]
     for name, teacher in config.teachers.items():

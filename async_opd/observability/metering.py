@@ -43,7 +43,7 @@ class Metering:
         self._initial = {k: v for k, v in (before or {}).items() if k.endswith(INITIAL)}
 
     def start(self) -> None:
-        """Called when training begins: time before it (evaluation) is no part of any rate."""
+        """Called when training begins: time before it (evaluation) is not part of any rate."""
         self._started = self._last = self._reported = self.clock()
         self._asks = True
         self._overlap_s = 0.0

@@ -1,4 +1,4 @@
-"""The trace of a run: who computed when, as Chrome trace events for https://ui.perfetto.dev.
+"""The trace of a run: which process computed when, as Chrome trace events for https://ui.perfetto.dev.
 
     reports' intervals ──busy──► a thread ──► trace.json, complete JSON after every write
 

@@ -33,7 +33,7 @@ Mode = Literal["online", "offline", "disabled"]
 INIT_TIMEOUT_S = 30.0
 SERVICE = "wandb-core"
 """The name of wandb's own process."""
-UNTOLD = "run.log has the message (log.samples is false)"
+NOT_SENT = "run.log has the message (log.samples is false)"
 MAX_ROWS, MAX_ALERTS = 1000, 100
 """Rows that may wait for wandb's own process, and alerts besides."""
 
@@ -169,7 +169,7 @@ class WandbSink(Sink):
         """Sends an alert if the message is one that somebody should act upon."""
         alert = alert_of(text)
         if alert is not None and self._run is not None:
-            shown = alert if self._config.log.samples else replace(alert, text=UNTOLD)
+            shown = alert if self._config.log.samples else replace(alert, text=NOT_SENT)
             self._dropped += not self._writer.put(shown)
 
     def _give(self, items: list[Row | Alert]) -> None:

@@ -50,7 +50,7 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(eq=False)
 class Member(Generic[T]):
-    """Place ``index`` of a set. ``value`` is who has it now, its ``incarnation``-th successor.
+    """Place ``index`` of a set. ``value`` is its actor, ``incarnation`` the number of rebuilds.
 
     ``failure`` is the newest one, of a call, a probe or a rebuild; None in a member that serves.
     """
@@ -120,7 +120,7 @@ class Policy(Generic[T]):
 
 @dataclass
 class MemberSet(Generic[T]):
-    """The members of one kind, in the order of ``values``. ``run`` sees to all of them.
+    """The members of one kind, in the order of ``values``. ``run`` supervises all of them.
 
     ``waits`` says which of them are waited for.
     """
@@ -351,7 +351,7 @@ class MemberSet(Generic[T]):
         cause = one_line(failure) if failure is not None else ""
         took_s = self.policy.took_s(member) if after is State.REBUILDING else None
         event = Event(member.name, member.incarnation, before, after, cause, delay_s, took_s)
-        for hear in self._listeners:
-            hear(event)
+        for listener in self._listeners:
+            listener(event)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -25,7 +25,7 @@ Move = Callable[[], Awaitable[None]]
 class GpuTurns:
     """``async with`` it around work on the GPUs: entering waits for a turn.
 
-    The error of a turn is that of all work that waits or comes later: nobody knows what moved.
+    The error of a turn is that of all work that waits or comes later: it is not known what moved.
     """
 
     def __init__(self, linger_s: float = LINGER_S, timer: Timer | None = None) -> None:

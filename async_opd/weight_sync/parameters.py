@@ -92,7 +92,7 @@ class SentTensors:
         """Whether the tensors that a parameter of the engine is made of are others than before.
 
         They are the one of its name; without it, matrices under its module or the module around it
-        that are no parameters by themselves, as the names of all parameters, ``own``, show. If the
+        that are not parameters by themselves, as the names of all parameters, ``own``, show. If the
         engine names its modules otherwise, every matrix has to be another than before.
         """
         if name in self.digests:
@@ -171,7 +171,7 @@ class LearnedParameters:
     def other_matrices(self, found: Mapping[Place, str]) -> dict[Place, str]:
         """The matrices that are not learned, for instance those that tensor parallelism divides.
 
-        Without those of which kernels use a packed copy, which has a place of its own.
+        Without those of which kernels use a packed copy, which has a separate place.
         """
         return {
             place: digest

@@ -86,7 +86,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def receive(self, meta: WeightMeta) -> None:
-        """Receives the new weights. TransferAborted if that broke off, for no fault of its own."""
+        """Receives the new weights. TransferAborted if that broke off by a fault elsewhere."""
 
     async def finish(self, version: int) -> None: ...
     async def resume(self) -> None:
@@ -173,7 +173,7 @@ class SyncGroups:
 
         Every member absent from the result now runs ``version``.
         """
-        who = _names(group)
+        names = _names(group)
         if self._connected.get(number) != group:
             failures = await self.rendezvous(number, group)
             if failures:  # a member that hangs has failed too, though others raised the errors
@@ -181,10 +181,10 @@ class SyncGroups:
         started = self._clock()
         if self._on_sync == "finish":  # bounded per member by progress: responses may be long
             drains = {index: self._drained(index) for index in group}
-            failures = await self._each(f"pausing {who}", drains, math.inf)
+            failures = await self._each(f"pausing {names}", drains, math.inf)
         else:
             pauses = {index: self.receivers[index].pause(self._on_sync) for index in group}
-            failures = await self._each(f"pausing {who}", pauses)
+            failures = await self._each(f"pausing {names}", pauses)
         paused = self._loaded_at = self._clock()
         self.timings["sync/pause_s"] += paused - started
         if failures:  # no weight has changed yet: the members that paused can generate on
@@ -194,7 +194,7 @@ class SyncGroups:
         works: dict[int, Awaitable[None]] = {SENDER: self._send(number)}
         works |= {index: self._receive(index, version, meta, started) for index in group}
         allowed_s = self._timeout_s + meta.nbytes * self._seconds_per_byte
-        failures = await self._each(f"the broadcast to {who}", works, allowed_s)
+        failures = await self._each(f"the broadcast to {names}", works, allowed_s)
         if failures:  # the time in which the broadcast broke off is none of resuming
             self._loaded_at = self._clock()
         self.timings["sync/transfer_s"] += self._loaded_at - paused
@@ -219,17 +219,17 @@ class SyncGroups:
         self.disband(number)
         for index in group:
             self._leave(index)
-        who, sizes = _names(group), [self._workers[index] for index in group]
+        names, sizes = _names(group), [self._workers[index] for index in group]
         opening = self._sender.open(number, 1 + sum(sizes), tuple(self._connected))
         try:
-            rendezvous = await self._bounded(f"opening the rendezvous of {who}", opening)
+            rendezvous = await self._bounded(f"opening the rendezvous of {names}", opening)
         except (WeightSyncError, ProcessDied) as error:
             return {SENDER: error}
         offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
         works: dict[int, Awaitable[None]] = {SENDER: self._sender.connect(number)}
         for index, offset in zip(group, offsets, strict=True):
             works[index] = self.receivers[index].join(rendezvous, offset)
-        failures = await self._each(f"the rendezvous of {who}", works)
+        failures = await self._each(f"the rendezvous of {names}", works)
         if not failures:
             self._connected[number] = list(group)
         return {index: _rendezvous_failure(index, error) for index, error in failures.items()}

@@ -33,7 +33,7 @@ _new_tokenizer: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
 _new_model: Callable[[Qwen3Config], Qwen3ForCausalLM] = Qwen3ForCausalLM
 
 Report = Callable[[int, str], None]
-"""Told, now and then, the number of steps done and a word on how it goes."""
+"""Called, now and then, with the number of steps done and a text about the progress."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ IGNORED = -100
 Question = tuple[str, str, Image.Image | None]
 """Text, answer and picture."""
 Report = Callable[[int, str], None]
-"""Told, now and then, the number of steps done and a word on how it goes."""
+"""Called, now and then, with the number of steps done and a text about the progress."""
 
 
 @dataclass(frozen=True)

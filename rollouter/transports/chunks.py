@@ -117,7 +117,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
-        """The next chunk: a tensor (uint8) of its own. Raises after the bound."""
+        """The next chunk: a separate tensor (uint8). Raises after the bound."""
 
     @abstractmethod
     def close(self) -> None:
@@ -143,7 +143,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def chunk_info(module: str, at: Rendezvous) -> dict[str, Any]:
-    """What an engine is told to join the group by ``module.receiver``, in JSON's types.
+    """An engine's arguments for joining the group by ``module.receiver``, in JSON's types.
 
     Its ranks are not among it.
     """

@@ -82,8 +82,8 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        told = init_info.at
-        at = Rendezvous(**{**told, "secret": bytes.fromhex(told["secret"])})
+        fields = init_info.at
+        at = Rendezvous(**{**fields, "secret": bytes.fromhex(fields["secret"])})
         module = importlib.import_module(init_info.module)
         self._receiver = module.receiver(at, init_info.rank_offset + worker)
         self._at = at
@@ -133,7 +133,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
             raise fault
 
     def _chunks(self, receiver: Receiver, meta: WeightMeta) -> Iterator[Chunk]:
-        """Each has a buffer of its own: layers keep references to it."""
+        """Each has a separate buffer: layers keep references to it."""
         left = SecondsLeft(self._at.broadcast_s(meta.nbytes))
         for chunk in chunk_plan(meta.sizes, self._at.chunk_bytes):
             yield chunk, receiver.receive(sum(meta.sizes[index] for index in chunk), left())

@@ -1,6 +1,6 @@
 """Chunks over NCCL: the transport of GPUs. Not yet run on a GPU.
 
-    trainer: pack on a stream of its own ──broadcast──► receive and load on the worker's stream
+    trainer: pack on a separate stream ──broadcast──► receive and load on the worker's stream
 
 Members connect by NCCL's unique id, which they receive over Ray, and by no store: vLLM's store
 accepts every connection and unpickles its content. NCCL refuses a connection without the 64 random
@@ -117,7 +117,7 @@ class NcclGroup:
 
 
 class NcclSender(chunks.Sender):
-    """Sends beside the training steps, on a stream of its own."""
+    """Sends beside the training steps, on a separate stream."""
 
     _at: Rendezvous | None = None
     _group: NcclGroup | None = None
@@ -133,7 +133,7 @@ class NcclSender(chunks.Sender):
 
         It is the loopback in a local run, else see ``cluster.network.name_interface``.
         """
-        leave_inductor_alone()
+        keep_inductor_config()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         return "", 0, bytes(NCCLLibrary().ncclGetUniqueId().internal)
@@ -188,7 +188,7 @@ def on_gpu(chunk: torch.Tensor, device: torch.device) -> torch.Tensor:
     return chunk.to(device, non_blocking=True)
 
 
-def leave_inductor_alone() -> None:
+def keep_inductor_config() -> None:
     """Keeps vLLM's changes of torch's compiler out of a process that trains.
 
     ``import vllm`` runs ``vllm.env_override``, which replaces parts of Inductor and gives it one

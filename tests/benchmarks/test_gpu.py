@@ -38,11 +38,11 @@ def test_an_older_varlen_attn_is_called_without_the_argument_that_it_lacks(
         return query, scale, window_size
 
     monkeypatch.setattr(varlen, "varlen_attn", older)
-    rank.let_varlen_be_told_of_grouped_queries()
+    rank.add_grouped_queries_to_varlen()
     told = varlen.varlen_attn("query", scale=0.5, window_size=(3, 0), enable_gqa=True)
     assert told == ("query", 0.5, (3, 0))
     found = varlen.varlen_attn
-    rank.let_varlen_be_told_of_grouped_queries()
+    rank.add_grouped_queries_to_varlen()
     assert varlen.varlen_attn is found
 
 

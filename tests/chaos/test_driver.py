@@ -133,7 +133,7 @@ def test_it_goes_on_in_the_same_wandb_run(resumed: Run, given: LoggedRun) -> Non
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(undisturbed: Run) -> None:
     if not (undisturbed.directory / "checkpoints").is_mount():
-        pytest.skip("no file system of its own for the checkpoints: mount is not permitted")
+        pytest.skip("no separate file system for the checkpoints: mount is not permitted")
     assert undisturbed.code == 0, undisturbed.output
     assert undisturbed.summary["checkpoint/failures"] > 0
     assert "No space left on device" in undisturbed.output

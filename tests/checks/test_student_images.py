@@ -1,4 +1,4 @@
-"""Settings of ``train`` that do not go with a student that sees, or that need one."""
+"""Settings of ``train`` that do not go with a VLM student, or that need one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_opd.checks.findings import Findings
-from async_opd.checks.student import check_seeing_student
+from async_opd.checks.student import check_vlm_student
 from async_opd.config.sections.log import LogConfig
 from async_opd.config.sections.train import TrainConfig
 
@@ -19,7 +19,7 @@ def keys(sees: bool, replay: bool = False, **train: Any) -> list[str]:
     settings = {"vision_config": {}} if sees else {}
     student: Any = SimpleNamespace(path="m", config=settings)
     found = Findings("run.yaml")
-    check_seeing_student(config, student, found)
+    check_vlm_student(config, student, found)
     return [problem.key for problem in found.problems]
 
 

@@ -234,7 +234,7 @@ def test_a_module_that_is_no_transport_is_refused_before_a_run() -> None:
     problem = one("sync.backend='package_of_a_user:'", load=True)
     assert (problem.key, problem.message) == (
         "sync.backend",
-        "package_of_a_user: is no module with DEVICES, sender, receiver",
+        "package_of_a_user: is not a module with DEVICES, sender, receiver",
     )
 
 

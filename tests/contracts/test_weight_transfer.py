@@ -139,7 +139,7 @@ class Engine:
 
 
 class Watch:
-    """An ExitWatch that sees no process."""
+    """An ExitWatch that watches no process."""
 
     async def within(self, work: Any) -> Any:
         return await work
@@ -208,7 +208,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:  # noqa: F811
-    """vLLM's config of the process is no worker's here: workers are threads."""
+    """vLLM's config of the process is not a worker's here: workers are threads."""
     from vllm.v1.worker import gpu_worker
 
     monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda _: nullcontext())
@@ -300,7 +300,7 @@ def test_a_communicators_broadcast_takes_a_stream_and_destroy_aborts() -> None:
     of = "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator"
     with contract(f"{of}.broadcast", "takes tensor, src, stream"):
         inspect.signature(PyNcclCommunicator.broadcast).bind(None, "tensor", 0, "stream")
-    with contract(f"{of}.destroy", "aborts, from a thread of its own, and is no collective"):
+    with contract(f"{of}.destroy", "aborts, from a separate thread, and is not a collective"):
         source = inspect.getsource(PyNcclCommunicator.destroy)
         assert "ncclCommAbort" in source
         assert "Thread" in source

@@ -170,7 +170,7 @@ def test_formats_that_are_read(kind: str) -> None:
         ({"prompt": "<image>", "images": [[255, 0]]}, "an image that is list, not"),
         ({"prompt": "<image>", "images": [{"bytes": None, "path": None}]}, "that is NoneType"),
         ({"prompt": "<image>", "images": ["https://x.org/a.png"]}, "a URL, which is not downl"),
-        ({"prompt": "<image>", "images": ["data:image/png;base64,?"]}, "data URL is no base64"),
+        ({"prompt": "<image>", "images": ["data:image/png;base64,?"]}, "data URL is not base64"),
         ({"prompt": "<image>", "images": ["red.png"]}, "name its folder in image_folder"),
         ({"prompt": "<image>", "images": [film()]}, "several frames"),
         ({"prompt": "<image>", "images": [RED], "image": [RED]}, "'image', and only text and"),

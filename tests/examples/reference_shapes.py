@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY, TOKENS, WORDS = 151_936, 151_669, 151_643
-"""Rows of the embeddings; tokens of the tokenizer; those of them that are no added tokens."""
+"""Rows of the embeddings; tokens of the tokenizer; those of them that are not added tokens."""
 IM_END, END_OF_TEXT = 151_645, 151_643
 ADDED = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),

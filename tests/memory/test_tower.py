@@ -1,4 +1,4 @@
-"""The planner's bytes of what sees, compared with what autograd keeps of a real tower."""
+"""The planner's bytes of the vision tower, compared with what autograd keeps of a real tower."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_images_are_in_the_peak_of_a_student_that_sees_and_in_no_others() -> Non
 
 
 def test_a_frozen_tower_has_no_moments_and_of_images_their_pixels_only() -> None:
-    trained, frozen = Step(SIZE), Step(SIZE, still=TOWER.entries, sees_still=True)
+    trained, frozen = Step(SIZE), Step(SIZE, still=TOWER.entries, vision_frozen=True)
     saved = states(trained)["moments"] - states(frozen)["moments"]
     assert saved == 8 * TOWER.entries
     assert states(trained)["parameters"] - states(frozen)["parameters"] == 2 * TOWER.entries

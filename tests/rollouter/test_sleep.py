@@ -45,7 +45,7 @@ class Engine:
 
 
 class Watch:
-    """An ExitWatch that sees no process."""
+    """An ExitWatch that watches no process."""
 
     async def within(self, work: Any) -> Any:
         return await work

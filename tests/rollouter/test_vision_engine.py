@@ -1,4 +1,4 @@
-"""A real student engine that sees: groups with images, log-probabilities, new weights."""
+"""A real engine of a VLM student: groups with images, log-probabilities, new weights."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ async def test_a_rollouts_prompt_has_the_ids_of_the_processor_and_the_short_ones
         short = prompt_of(rollout.prompt.uid, placeholder)
         assert rollout.prompt.token_ids.tolist() == seen.reference.expanded(short).tolist()
         if short.media:
-            assert rollout.seen_by_teacher.prompt.token_ids.tolist() == short.token_ids.tolist()
-            assert rollout.seen_by_teacher.continuation is rollout.continuation
+            assert rollout.for_teacher.prompt.token_ids.tolist() == short.token_ids.tolist()
+            assert rollout.for_teacher.continuation is rollout.continuation
 
 
 async def test_log_probabilities_of_rollouts_agree_with_transformers(seen: Seen) -> None:

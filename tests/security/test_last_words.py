@@ -69,7 +69,7 @@ def test_a_pipe_is_not_waited_for(logs: Path) -> None:
     thread = threading.Thread(target=lambda: found.append(last_error_lines(PROCESS)), daemon=True)
     thread.start()
     thread.join(10)
-    assert "is no regular file" in found[0]
+    assert "is not a regular file" in found[0]
     assert found[0].endswith("error: of its own")
 
 

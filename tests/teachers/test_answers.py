@@ -98,7 +98,7 @@ def test_other_samples_than_those_asked_for_are_an_error() -> None:
 
 
 def test_rollouts_are_no_samples() -> None:
-    with pytest.raises(StageError, match="items that are no samples"):
+    with pytest.raises(StageError, match="items that are not samples"):
         check("t", ASKED, ASKED)
 
 

@@ -1,4 +1,4 @@
-"""A real vLLM server of a teacher that sees, with --enable-scale-out."""
+"""A real vLLM server of a VLM teacher, with --enable-scale-out."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_scores_of_a_server_behind_images_are_those_of_transformers(
     asked = rollouts(reference.processor.placeholder_id)
     samples = unpack(Sample, [await replica.score(Batch.pack(asked))])
     for rollout, sample in zip(asked, samples, strict=True):
-        seen = rollout.seen_by_teacher
+        seen = rollout.for_teacher
         prompt = replace(seen.prompt, token_ids=reference.expanded(seen.prompt))
         table = reference.logprobs(seen.after(prompt))
         scores: Any = sample.scores

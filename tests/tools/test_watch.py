@@ -51,7 +51,7 @@ class Run:
         self.live.beat()
 
     def die(self) -> None:
-        """Leaves what a kill leaves: the live file of a process that is no more."""
+        """Leaves what a kill leaves: the live file of a process that has gone."""
         self.live._ended.set()
         self.live._thread.join()
         self.live._run = replace(self.live._run, born=1)

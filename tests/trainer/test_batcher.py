@@ -267,7 +267,7 @@ async def test_a_lease_that_two_settle_at_the_same_time_is_acknowledged_once() -
     batcher = Batcher(scored, batch_size=2, group_size=2)
     await put(scored, make_sample("a/0"), make_sample("b/0"))
     waiting = asyncio.create_task(batcher.take(0))
-    for uid in ("c/0", "d/0", "e/0"):  # each has a lease of its own
+    for uid in ("c/0", "d/0", "e/0"):  # each has a separate lease
         await asyncio.sleep(0.05)
         await put(scored, make_sample(uid))
     await asyncio.sleep(0.05)

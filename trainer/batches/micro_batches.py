@@ -94,7 +94,7 @@ def assign_micro_batches(
     """Groups of indices for each rank. Deterministic.
 
     With one rank, the groups of ``group_by_budget``. With more, every rank gets equally many groups
-    of at most ``budget`` tokens; a longer sample is a group of its own. Some groups are empty if
+    of at most ``budget`` tokens; a longer sample is a separate group. Some groups are empty if
     there are fewer samples than ranks. Of two divisions, by tokens and by ``costs``, which are in
     any unit and by default the tokens, the one with the lower ``step_cost``.
     """

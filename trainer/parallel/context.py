@@ -7,7 +7,7 @@ row of T tokens ──share──► T/c tokens on each of c ranks ──decoder
     share          rank 0          rank 1            7 tokens each
 
 A sequence may lie in several shares. Each rank knows where all sequences of the row begin, since
-attention sees them whole; response tokens belong to the rank with the row of logits that predicts
+attention reads them whole; response tokens belong to the rank with the row of logits that predicts
 them. Ranks of a context are consecutive, so that those of a node exchange with each other.
 
     each rank: all heads of its tokens ──all-to-all──► its heads of all tokens ──kernel──┐
@@ -127,7 +127,8 @@ def _queries_of_share(
     """The attention of this rank's queries, with the keys and values of all tokens.
 
     A sequence that began on a rank before has more keys than queries here. On a GPU it waits for
-    the device once, to cut keys that no query here sees: kernels give them no gradient, not even 0.
+    the device once, to cut keys that no query here attends to: kernels give them no gradient, not
+    even 0.
     """
     start = rank * len(query)
     end = start + len(query)

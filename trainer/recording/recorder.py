@@ -5,7 +5,7 @@
     microscope/step_N.rank_R.npz ◄──thread── SampleRecord ◄──finish── one copy to the host
 
 The copy is one a step, whatever the number of tokens; decoding, compressing and writing are on a
-thread of their own. While a step's records are still being written, the next step's are lost, which
+separate thread. While a step's records are still being written, the next step's are lost, which
 is counted: no step waits for a disk.
 """
 

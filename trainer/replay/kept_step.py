@@ -42,12 +42,12 @@ _REMEDY = "replay a step after the next checkpoint"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What rank 0 tells all ranks of a step that is trained.
+    """Rank 0's message to all ranks about a trained step.
 
     ``quantities`` are its metrics that depend on nothing but weights and batch, as ``float.hex``
     texts: they are equal only for equal bits, and can be NaN. ``lr_factor`` multiplied its learning
     rate. ``skipped`` is the reason why the step changed no weights, else ''. ``part`` is another
-    text in each process of rank 0: files of two parts of a run are told apart.
+    text in each process of rank 0: it distinguishes files of two parts of a run.
     """
 
     step: int

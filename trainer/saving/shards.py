@@ -146,7 +146,7 @@ class Shards:
             names = ", ".join(piece.path.name for piece, _ in found) or "no file"
             kind = "twice" if twice else "only in part"
             raise CheckpointError(
-                TRAINER, f"{self._folder} has {name} {_said(where)} {kind} ({names})", _REMEDY
+                TRAINER, f"{self._folder} has {name} {_place(where)} {kind} ({names})", _REMEDY
             )
         if len(found) == 1:
             return found[0][0].read(where)
@@ -176,7 +176,7 @@ class Shards:
             if any(not 0 <= one.start <= one.stop <= limit for one, limit in limits) or (
                 pieces and (pieces[0].shape, pieces[0].kind) != (piece.shape, piece.kind)
             ):
-                raise ValueError(f"{path.name} has {name} {_said(where)} of {shape}, {piece.kind}")
+                raise ValueError(f"{path.name} has {name} {_place(where)} of {shape}, {piece.kind}")
             pieces.append(piece)
         step, version = int(metadata["step"]), int(metadata["version"])
         if path.name == FORMER_FILE:
@@ -258,5 +258,5 @@ def _volume(where: Where) -> int:
     return math.prod(one.stop - one.start for one in where)
 
 
-def _said(where: Where) -> str:
+def _place(where: Where) -> str:
     return "[" + ", ".join(f"{one.start}:{one.stop}" for one in where) + "]"

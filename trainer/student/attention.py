@@ -46,7 +46,7 @@ class Ragged:
     """What a kernel knows of a packed row and its layer, beside queries, keys and values.
 
     ``starts`` and ``longest`` are those of ``packing.Row``. ``scale`` of scores: None is 1 over the
-    root of the heads' width. ``window``: keys that a query sees before itself; None for all.
+    root of the heads' width. ``window``: keys that a query attends to before itself; None for all.
     ``soft_cap`` None: scores are not capped. ``key_starts`` are the keys' where a sequence has more
     keys than queries: its queries are then its last tokens.
     """

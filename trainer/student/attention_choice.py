@@ -54,7 +54,7 @@ class AttentionNeeds:
     decoder reach every call. ``head_dims``: widths of queries and of values. ``windows_known``: the
     masks are causal, and every window of a mask is named in calls too. ``soft_cap``: scores are
     capped. ``others``: further arguments that change the result. ``flex``: transformers has
-    flex attention for the model. ``other_layers``: kinds of layers that are no attention, as its
+    flex attention for the model. ``other_layers``: kinds of layers that are not attention, as its
     config names them. ``fault``: why the model could not be asked.
     """
 
@@ -85,13 +85,13 @@ def choose_attention(
     for kind, reason in reasons.items():
         if not reason:
             return kind
-    told = ". ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+    cause = ". ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
     remedy = "choose another student.model" if wanted == "auto" else "set train.attention: auto"
     if across:
-        told, remedy = f"shared by ranks: {told}", f"set train.context_parallel: 1, or {remedy}"
+        cause, remedy = f"shared by ranks: {cause}", f"set train.context_parallel: 1, or {remedy}"
     raise StageError(
         "trainer",
-        f"no attention for packed rows of this student, {told}",
+        f"no attention for packed rows of this student, {cause}",
         f"{remedy}; {DENSE}" if gpu and not across else remedy,
     )
 

@@ -188,9 +188,9 @@ class StoredWeights:
             "unknown to the model": found.unexpected_keys,
             "of another shape": other_shapes,
         }
-        told = "; ".join(f"{kind}: {_some(sorted(some))}" for kind, some in faults.items() if some)
-        if told:
-            raise self._fault(told, REMEDY)
+        text = "; ".join(f"{kind}: {_some(sorted(some))}" for kind, some in faults.items() if some)
+        if text:
+            raise self._fault(text, REMEDY)
 
     def _fault(self, cause: str, remedy: str) -> StageError:
         return StageError(TRAINER, f"weights of {self._directory}: {cause}", remedy)

@@ -64,8 +64,8 @@ class LoraConfig(Section):
     """s is ``alpha / √rank`` instead (arXiv:2312.03732): high ranks learn as fast as low ones."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Matrices with an adapter: names of layers such as ``q_proj``, or all linear layers but the
-    head. A mixture of experts has adapters in its attention only: its experts are no linear layers,
-    and peft takes the names of its other ones for theirs."""
+    head. A mixture of experts has adapters in its attention only: its experts are not linear
+    layers, and peft takes the names of its other ones for theirs."""
     sync: Literal["merged", "adapter"] = "merged"
     """What a weight sync sends: all weights, with W + s · B A in place of W (``merged``), or the
     adapters only, which vLLM's LoRA layers apply (``adapter``): less to send, and slower
@@ -198,7 +198,7 @@ class TrainConfig(Section):
     """Experts of a mixture's tokens: the trainer's routers choose them, or take those that the
     engine chose while it sampled (``replay``, docs/mixtures.md); the latter on GPUs only."""
     freeze: list[Literal["vision_tower", "projector"]] = Field(default_factory=list)
-    """Parts of a student that sees which are not trained: they have no gradients and moments, and
+    """Parts of a VLM student that are not trained: they have no gradients and moments, and
     neither syncs nor checkpoints have them. Adapters (``lora``) freeze both."""
     lora: LoraConfig | None = None
     """Trains adapters of low rank instead of all weights; needs the extra ``lora`` (peft)."""
@@ -213,7 +213,7 @@ class TrainConfig(Section):
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
-    def _steps_are_said_once(self) -> Self:
+    def _steps_or_epochs(self) -> Self:
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("'steps' or 'epochs', not both")
         return self

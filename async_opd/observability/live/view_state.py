@@ -114,7 +114,7 @@ class ViewState:
         self._started = moment
 
     def forget(self) -> None:
-        """Called before all of a run's rows come once more: what they said is forgotten."""
+        """Called before all of a run's rows come once more: their values are removed."""
         self.rewind()
         self.metrics, self._curves = {}, {}
 
@@ -130,7 +130,7 @@ class ViewState:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the state was made, or since the moment that ``began`` was told."""
+        """Seconds since the state was made, or since the moment that ``began`` got."""
         return self._clock() - self._started
 
     @property

@@ -32,7 +32,7 @@ def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
     run_dir = Path(config.run_dir or "runs").absolute()
     there = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        message = f"{run_dir} cannot be written: {there} is no folder that you may write to"
+        message = f"{run_dir} cannot be written: {there} is not a folder that you may write to"
         yield Finding(TOPIC, "error", message, "choose another run_dir")
         return
     free = shutil.disk_usage(there).free if free is None else free

@@ -22,6 +22,6 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """The finding as text, with the remedy on a line of its own."""
+        """The finding as text, with the remedy on a separate line."""
         text = f"{self.status:<8}{self.topic:<13}{self.found}"
         return text + (f"\n    → {self.remedy}" if self.remedy else "")

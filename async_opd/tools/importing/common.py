@@ -84,7 +84,7 @@ def template_variables(draft: Draft, key: str) -> None:
     try:
         values |= json.loads(given) if isinstance(given, str) else given or {}
     except (ValueError, TypeError):
-        draft.unmapped[key] = f"{given!r} is no JSON object"
+        draft.unmapped[key] = f"{given!r} is not a JSON object"
     if values:
         draft.ours["student.chat_template_kwargs"] = values
 

@@ -89,7 +89,7 @@ class Draft:
         if math.isfinite(number):
             return number
         named = next(key for key in keys if self.theirs.get(key) is found)
-        self.unmapped[named] = f"{found!r} is no number"
+        self.unmapped[named] = f"{found!r} is not a number"
         return None
 
     def number(self, *keys: str, default: float = 0) -> float:

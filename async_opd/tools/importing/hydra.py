@@ -59,7 +59,7 @@ def flags(words: list[str], budget: Budget) -> dict[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    """A number, a switch, a list or a text, as YAML reads it; a text if it is no YAML."""
+    """A number, a switch, a list or a text, as YAML reads it; a text if it is not YAML."""
     try:
         return load_yaml(text)
     except YamlError:

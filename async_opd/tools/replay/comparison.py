@@ -55,7 +55,7 @@ class Difference:
 def difference(record: Record, now: Recomputed) -> Difference | None:
     """How a step differs from the record of rank 0; None if all bits are equal.
 
-    Results that only one of both has are no difference: see ``incomparable``.
+    Results that only one of both has are not differences: see ``incomparable``.
     """
     before = record.result
     names = sorted(
@@ -81,8 +81,8 @@ def incomparable(record: Record, now: Recomputed) -> list[str]:
     before, after = record.result.quantities.keys(), now.quantities.keys()
     sides = (("the run", before - after), ("this version", after - before))
     return [
-        f"only {who} has {len(names)} results, such as {min(names)}: they are not compared"
-        for who, names in sides
+        f"only {side} has {len(names)} results, such as {min(names)}: they are not compared"
+        for side, names in sides
         if names
     ]
 

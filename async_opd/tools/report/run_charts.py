@@ -32,8 +32,8 @@ from async_opd.tools.report.pool_times import (
     total,
 )
 from async_opd.tools.report.recorded_run import RecordedRun
-from async_opd.tools.report.sample_lives import PARTS, WORK, Life
-from async_opd.tools.report.verdict import spoken
+from async_opd.tools.report.sample_timelines import PARTS, WORK, SampleTimeline
+from async_opd.tools.report.verdict import display_name
 
 WINDOWS = 60
 """Points of a pool's shares over time: each is the mean of as many steps as that takes."""
@@ -176,14 +176,14 @@ def throughput(run: RecordedRun) -> Iterator[Chart | None]:
         names = [name for name in COLOURED if any(name in share for _, share in shares)]
         yield shares_over_time(
             f"pool-{index}",
-            f"{spoken(pool)}: computing and waiting".capitalize(),
+            f"{display_name(pool)}: computing and waiting".capitalize(),
             "Shares of its time. The pool that limits computes nearly all of the time.",
             names,
             [(step, [share.get(name, 0.0) for name in names]) for step, share in shares],
         )
 
 
-def sample_lives(lives: Sequence[Life]) -> Iterator[Chart]:
+def sample_timelines(lives: Sequence[SampleTimeline]) -> Iterator[Chart]:
     """The mean share of each part of a sample's life, and some single lives; none without lives."""
     whole = sum(life.whole for life in lives)
     if not whole:
@@ -241,7 +241,7 @@ def sample_lives(lives: Sequence[Life]) -> Iterator[Chart]:
     )
 
 
-def _named(lives: Sequence[Life]) -> list[tuple[str, Life]]:
+def _named(lives: Sequence[SampleTimeline]) -> list[tuple[str, SampleTimeline]]:
     """The fastest, the median and the slowest lives, each once."""
     found = sorted(lives, key=lambda life: life.whole)
     last = len(found) - 1

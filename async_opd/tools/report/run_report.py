@@ -26,7 +26,7 @@ from async_opd.tools.report.page import (
     tiles,
 )
 from async_opd.tools.report.recorded_run import Message, RecordedRun, left_out
-from async_opd.tools.report.run_charts import learning, sample_lives, staleness, throughput
+from async_opd.tools.report.run_charts import learning, sample_timelines, staleness, throughput
 from async_opd.tools.report.samples.answers import answer_sections
 from async_opd.tools.report.samples.gallery import Gallery
 from async_opd.tools.report.samples.tokens import token_sections
@@ -59,7 +59,7 @@ def sections(run: RecordedRun, verdict: Verdict, prediction: str) -> list[Sectio
         Section("verdict", "Verdict", _verdict(run, verdict, prediction)),
         Section("learning", "Learning", _evaluated(run), _drawn(learning(run))),
         Section("staleness", "Staleness", "", _drawn(staleness(run))),
-        Section("pools", "Pools", "", _drawn([*throughput(run), *sample_lives(run.lives)])),
+        Section("pools", "Pools", "", _drawn([*throughput(run), *sample_timelines(run.timelines)])),
         *answer_sections(run, gallery),
         *token_sections(run, gallery),
         Section("trouble", "Restarts and dead letters", _trouble(run)),

@@ -109,7 +109,7 @@ def test_without_grades_there_is_no_score_and_the_words_say_so() -> None:
     found = verdict(headroom=None)
     assert found.score is None
     assert found.kind == "will_teach"
-    assert "without a grader nobody knows who is better" in found.words
+    assert "without a grader the better model is not known" in found.words
 
 
 def test_without_grades_a_gap_below_the_floor_is_equal() -> None:
