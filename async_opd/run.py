@@ -137,7 +137,7 @@ def _run_in(
 
 
 def _viewers(config: RunConfig, run_dir: Path) -> list[Sink]:
-    """What shows the run: to ``async_opd watch``, and on the console of the config."""
+    """The sinks for viewers: ``async_opd watch``, and the console of the config."""
     console = open_console(config)
     return [LiveFile(run_dir), *([] if console is None else [console])]
 

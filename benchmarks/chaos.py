@@ -1,4 +1,4 @@
-"""What random kills cost a run: processes die every so many seconds, then the ledger is audited.
+"""The cost of random kills: processes die every so many seconds, then the ledger is audited.
 
     python -m benchmarks.chaos --minutes M --seed S [--every 30] [--out DIR] [a.b.c=value …]
 

@@ -1,4 +1,4 @@
-"""What the hand-out of samples to the trainer's ranks moves, and how long it takes.
+"""The bytes and the time of the hand-out of samples to the trainer's ranks.
 
     queue actor ──headers──► this process, rank 0: HandOut ──Share──► actors, ranks 1 … N-1
          └──each rank's own samples──► every rank

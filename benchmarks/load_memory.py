@@ -7,8 +7,8 @@ process has once it has imported everything and joined the others: pages of the 
 kernel maps and drops as it likes, do not count. ``load_peak_ratio`` is the peak until all weights
 are read, over the bytes of the rank's own parameters; the worst rank of all runs.
 ``check_peak_ratio`` is the peak of the passes that check the student's logits afterwards: they
-gather the embedding, the head and one block at a time in float32, which training gathers too. What
-the C library keeps of memory that was freed counts, too.
+gather the embedding, the head and one block at a time in float32, which training gathers too. Freed
+memory that the C library keeps counts, too.
 
 ``python -m benchmarks.load_memory`` prints one JSON object last.
 """

@@ -69,7 +69,7 @@ class Counted:
 
 
 class Consumer:
-    """What all consumers have: the counted queue, and a cache of images that fetches from it."""
+    """Shared by all consumers: the counted queue, and a cache of images that fetches from it."""
 
     def __init__(self, queue: QueueProxy) -> None:
         self.queue: Any = Counted(queue)

@@ -1,4 +1,4 @@
-"""What it costs the trainer to record tokens: steps with ``log.microscope`` against steps without.
+"""The trainer's cost of recording tokens: steps with ``log.microscope`` against steps without.
 
 One learner (``benchmarks.trainer``'s model and batches: top-64 scores, float32, one thread) takes
 turns: a step that records, one that does not, one that does not, one that records, … The step's

@@ -53,7 +53,7 @@ def config_of(steps: int) -> RunConfig:
 
 
 class _Silent:
-    """What the pipeline asks of a stage that has nothing to report."""
+    """The pipeline's calls of a stage that has nothing to report."""
 
     async def progress(self) -> Progress:
         return Progress(0)

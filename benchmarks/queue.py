@@ -73,7 +73,7 @@ def sample(case: Case, index: int) -> Sample:
 
 
 class Relay:
-    """What a bare actor can do: it keeps what it gets and gives it on."""
+    """A bare actor: it keeps each message and passes it on."""
 
     def __init__(self) -> None:
         self._items: asyncio.Queue[Any] = asyncio.Queue(DEPTH)

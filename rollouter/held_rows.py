@@ -29,8 +29,8 @@ TF32_ROUNDING = 2.0**-11
 
 
 ADAPTER = LoRARequest("student", ADAPTER_ID, "sent by the trainer")
-"""What every request to an engine with an adapter names. vLLM never reads the path: the adapter is
-always loaded."""
+"""The adapter that every request to an engine with an adapter names. vLLM never reads the path: the
+adapter is always loaded."""
 
 
 def with_seats(kwargs: dict[str, Any]) -> dict[str, Any]:

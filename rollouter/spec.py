@@ -1,4 +1,4 @@
-"""What a student replica is built from. Imports no vLLM, so that every process may import it."""
+"""The specification of a student replica. Imports no vLLM, so that every process may import it."""
 
 from __future__ import annotations
 

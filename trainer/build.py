@@ -70,7 +70,7 @@ def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[HeldRow, ...]:
 
 
 def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
-    """What records the tokens of a rank's samples; None if no share of them is recorded."""
+    """Records the tokens of a rank's samples; None if no share of them is recorded."""
     settings = config.log.microscope
     if not settings.share:
         return None

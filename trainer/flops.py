@@ -33,7 +33,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a student's FLOPs depend on.
+    """The inputs of a student's FLOPs.
 
     ``decoder``: entries of its matrices that one token is multiplied by; of a mixture of experts,
     of the experts that a token is sent to. ``head``: entries of the head. A frozen entry counts two

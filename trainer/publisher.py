@@ -155,7 +155,7 @@ class Publisher:
 
     @property
     def meta(self) -> WeightMeta:
-        """What the snapshot holds."""
+        """The content of the snapshot."""
         return self._meta
 
     def send(self, group: int) -> float:

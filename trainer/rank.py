@@ -215,7 +215,7 @@ class Rank:
         }
 
     def platform(self) -> dict[str, str]:
-        """What the rank computes on and with."""
+        """The platform on which the rank computes."""
         return platform_of(self.model, self.device, self.reduces_once)
 
     def weight_digests(self) -> Weights:

@@ -7,9 +7,9 @@
                                        snapshot(v) ──► send
                                        capture ──► checkpoint
 
-Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. Whatever uses
-the model runs on one thread (``trainer.work_thread``), whatever connects and sends on another one:
-the event loop answers calls during a step, and no transport changes the CUDA stream of a step.
+Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. All work with
+the model runs on one thread (``trainer.work_thread``), all connections and transfers on another
+one: the event loop answers calls during a step, and no transport changes the CUDA stream of a step.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     rollback                  ──► a note at the URL, beside an upload that lasts: copies of steps
                                   that the run has left are taken by no resume from then on
 
-Training never waits for it. What fails is a warning, counted, and tried again with the next
+Training never waits for it. A failure is a warning, counted, and tried again with the next
 checkpoint; a run that completed without a complete copy of its end has failed.
 """
 

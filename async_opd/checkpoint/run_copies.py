@@ -194,7 +194,7 @@ class RunCopies:
     def upload(
         self, name: str, files: Mapping[str, ForeignPath], check: Callable[[Files], None]
     ) -> Files:
-        """Makes a copy of local files. What ``check`` raises of them keeps it incomplete."""
+        """Makes a copy of local files. An error of ``check`` keeps it incomplete."""
         self.remove(name)
         sent = each_of(lambda one: (self.place / name / one).upload(files[one]), files, AT_ONCE)
         found = dict(zip(files, sent, strict=True))

@@ -60,7 +60,7 @@ class _Fault:
 
     @property
     def place(self) -> tuple[str, str]:
-        """What is too small: the GPUs of a pool, or the host."""
+        """The memory that is too small: of a pool's GPUs, or of the host."""
         return self.where, self.pool if self.where == "GPU" else ""
 
 

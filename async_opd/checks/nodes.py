@@ -28,7 +28,7 @@ PACKAGES = {
 }
 """The distributions of each package, of which one is installed; on a CPU there is no NCCL."""
 OF_IMAGES = ("pillow", "torchvision", "transformers")
-"""What makes pixels of images: with other versions, or without torchvision, other pixels."""
+"""Packages that decode images: other versions, or none of torchvision, give other pixels."""
 OURS = ("async_opd", "rollouter", "teachers", "trainer")
 AGREED = (
     "NCCL_CUMEM_ENABLE",
@@ -46,7 +46,7 @@ AGREED = (
 """Settings that all members of an NCCL communicator have to have in common."""
 SHARED_MEMORY = "/dev/shm"
 MIN_SHM_MIB = 1024
-"""What a node with GPUs needs: vLLM's workers of one engine pass messages through up to 160 MiB of
+"""The need of a node with GPUs: vLLM's workers of one engine pass messages through up to 160 MiB of
 it (10 chunks of ``VLLM_MQ_MAX_CHUNK_BYTES_MB``), NCCL uses it beside, and so does Ray's object
 store. Containers often have 64 MiB."""
 NOTHING = "nothing"
@@ -54,7 +54,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True)
 class Probe:
-    """What a node is to look for: a new file in the run directory, and the files of models."""
+    """A node's task: it looks for a new file in the run directory, and the files of models."""
 
     run_dir: str | None
     name: str
@@ -71,22 +71,22 @@ class Probe:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a process of the run finds on a node. ``error`` says why there is no report."""
+    """A process's findings on a node. ``error`` says why there is no report."""
 
     node: str
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     shm_mib: int = 0
     folders: Mapping[str, str] = field(default_factory=dict)
-    """What is wrong with each folder that cannot be used."""
+    """The fault of each folder that cannot be used."""
     interface: str = ""
-    """What is wrong with its interface."""
+    """The fault of its interface."""
     gpus: bool = False
     error: str = ""
 
 
 def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
-    """What this process finds. ``gpus``: the node is to run engines on its GPUs."""
+    """The report of this process. ``gpus``: the node is to run engines on its GPUs."""
     folders = {path: _model_fault(path, files) for path, files in probe.models.items()}
     if probe.run_dir is not None:
         folders[probe.run_dir] = _run_dir_fault(probe)

@@ -67,7 +67,7 @@ def gpu_bytes(config: RunConfig) -> int | None:
 def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
     """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster.
 
-    What starts engines in a cluster that it joins asks it first: see ``with_device``.
+    Callers that start engines in a joined cluster ask it first: see ``with_device``.
     """
     if config.cluster.device != "auto":
         return config.cluster.device

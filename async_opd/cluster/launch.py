@@ -359,7 +359,7 @@ def _refresh(
     scorer: ScorerProxy,
     newest: dict[str, TeacherWeights],
 ) -> TeacherRefresh | None:
-    """What refreshes teachers that are the student itself; None without such teachers.
+    """Refreshes teachers that are the student itself; None without such teachers.
 
     ``newest`` gets the weights of each, for a scoring stage that is restarted.
     """

@@ -57,8 +57,9 @@ def shared_environment(cluster: ClusterConfig, environ: Mapping[str, str]) -> di
 def name_interface(environ: MutableMapping[str, str]) -> None:
     """Makes gloo and NCCL of this process use the interface that has its node's address in Ray.
 
-    Otherwise gloo would listen where the host's name resolves to: on Debian on the loopback. What
-    ``environ`` names already stays, as in a local run. StageError if no interface has the address.
+    Otherwise gloo would listen where the host's name resolves to: on Debian on the loopback. Values
+    that ``environ`` has already stay, as in a local run. StageError if no interface has the
+    address.
     """
     unset = [name for name in LOOPBACK if not environ.get(name)]
     if unset:

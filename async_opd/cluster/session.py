@@ -36,9 +36,9 @@ MESSAGES = "ray_messages.log"
 STARTS = 3
 """How often a local cluster is started at most, for another reason than a slow agent."""
 TOO_SLOW = "timed out during startup"
-"""What Ray's error says where its processes were too slow: it has no separate class."""
+"""Text of Ray's error where its processes were too slow: it has no separate class."""
 SLOW_AGENT = "Timed out waiting for file"
-"""What the raylet says where its agent was: the file is to hold the agent's port."""
+"""The raylet's text if its agent was too slow: the file is to hold the agent's port."""
 STREAM_S = 2.0
 """Seconds between two looks at what workers have written."""
 

@@ -1,4 +1,4 @@
-"""What ``auto`` is by device, where the value that suits a CPU would starve a GPU or overfill it.
+"""Values of ``auto`` by device, where the value that suits a CPU would starve a GPU or overfill it.
 
 config ──resolved──► ``async_opd check``, the run's config.yaml
 
@@ -33,7 +33,7 @@ ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_
 
 
 class EngineSizes(NamedTuple):
-    """What bounds one step of an engine."""
+    """The bounds of one step of an engine."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -58,7 +58,7 @@ Offload = Literal["none", "moments", "parameters"]
 
 
 def offloads(train: TrainConfig, device: str) -> Offload:
-    """What of a rank is in host memory during training; on a CPU everything is anyway."""
+    """The part of a rank in host memory during training; on a CPU everything is."""
     return "none" if device == "cpu" else train.offload
 
 

@@ -1,4 +1,4 @@
-"""What travels through the queue: many samples as one buffer, with headers beside it.
+"""Batches for the queue: many samples as one buffer, with headers beside it.
 
     items ──Batch.pack──► rows + one uint8 buffer ──queue──► Batch.unpack ──► items
 

@@ -168,11 +168,11 @@ class Rollouter(Protocol):
         ...
 
     async def events(self, seen: int, wait: bool = True) -> Events:
-        """What became of replicas after the line ``seen``; waits until there is something."""
+        """Events of replicas after the line ``seen``; waits until there is one."""
         ...
 
     async def report(self) -> StageReport:
-        """What happened since the last report."""
+        """The work since the last report."""
         ...
 
 
@@ -262,7 +262,7 @@ class Trainer(Protocol):
         ...
 
     async def report(self) -> StageReport:
-        """What happened since the last report."""
+        """The work since the last report."""
         ...
 
 

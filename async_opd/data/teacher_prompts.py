@@ -1,4 +1,4 @@
-"""What teachers read in place of the student's prompt, and where the two differ.
+"""The prompts of teachers in place of the student's, and where the two differ.
 
 row ──prompt_template──► text or messages ──chat template──► token ids
 """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-"""What Pillow may decode."""
+"""Formats that Pillow may decode."""
 MPO = "MPO"
 """A JPEG to which a camera has added a second picture."""
 WHITE = (255, 255, 255)

@@ -196,7 +196,7 @@ def _row_tokens(config: RunConfig, device: Device) -> int:
 
 
 def resting(config: RunConfig, machine: Machine) -> Terms:
-    """What a rank keeps on its GPU between two steps; beside colocated engines it is offloaded."""
+    """A rank's memory on its GPU between two steps; beside colocated engines it is offloaded."""
     kept = _heads(config, machine) | outside(config, "train", machine)
     if config.rollout.host == "train":
         return kept
@@ -246,7 +246,7 @@ def _received(config: RunConfig, machine: Machine) -> Terms:
 
 
 def _recorded(config: RunConfig) -> Terms:
-    """What ``log.microscope`` keeps of a step's tokens until its end, float64.
+    """Records of ``log.microscope`` of a step's tokens until its end, float64.
 
     Of each token at most 13 numbers and five for each of the ``top_k`` (``trainer.recording``).
     """

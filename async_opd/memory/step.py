@@ -31,7 +31,7 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank's memory depends on.
+    """The inputs of a rank's memory.
 
     ``ranks`` share the student, with ``copies`` of all shards. ``tokens`` are a rank's of its
     longest row, of which ``responses`` reach the head. ``half``: it computes in bfloat16.
@@ -83,7 +83,7 @@ class Step:
 
 
 def states(step: Step) -> Terms:
-    """What a rank has in every phase of a step: its share of weights, gradients and moments."""
+    """A rank's memory in every phase of a step: its share of weights, gradients and moments."""
     size, shards = step.size, step.ranks // step.copies
     trained = size.floats - step.still if step.trained is None else step.trained
     frozen = (2 if step.half else 4) * (step.still if step.trained is None else size.floats)

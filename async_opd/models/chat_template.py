@@ -130,7 +130,7 @@ class ChatTemplate:
 
     @cached_property
     def content(self) -> Literal["any", "text", "parts"]:
-        """What contents of messages the template shows the text of: a text, parts, or any."""
+        """The contents of messages whose text the template shows: a text, parts, or any."""
         text, parts = self._shows(PROBE), self._shows(PARTS_PROBE)
         return "any" if text == parts else "text" if text else "parts"
 

@@ -33,7 +33,7 @@ FIRST_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.0\.")
 VISION = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Names of a tower's tensors, and of what projects its states into the decoder's."""
 PROJECTS = re.compile(r".*?(projector|merger|connector|aligner)[^.]*(\.\d+)?", re.IGNORECASE)
-"""What names of the latter begin with, for each one (``trainer.vision.parts``)."""
+"""Beginnings of the names of the latter, for each one (``trainer.vision.parts``)."""
 
 Moments = Literal["float32", "bfloat16", "8bit"]
 """In what AdamW's two moments are kept, as ``train.moments``."""

@@ -102,7 +102,7 @@ class Metering:
     def traced(
         self, report: StepReport, pools: Mapping[str, StageReport]
     ) -> dict[str, list[Interval]]:
-        """What the trace shows: the pools' intervals, and then the samples trained since the last.
+        """Intervals for the trace: of pools, then of the samples trained since the last call.
 
         Nothing without reports of pools: a sample's way is written when it is trained, and has to
         be known by then.

@@ -257,7 +257,7 @@ _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "dis
 
 
 def own_mode() -> Mode:
-    """What ``log.wandb: auto`` means for this user: online with credentials."""
+    """The mode of ``log.wandb: auto`` for this user: online with credentials."""
     return _auto_mode(_own_settings())
 
 

@@ -1,4 +1,4 @@
-"""What keeps processes alive and ends them: members and their restarts.
+"""Processes kept alive and ended: members and their restarts.
 
 Imports ``config``, ``files``, ``waiting`` and ``core``.
 """

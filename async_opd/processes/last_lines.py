@@ -11,7 +11,7 @@ LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
 """Bytes read from the end of a log, and characters shown of one of its lines."""
 QUOTED_CHARACTERS, QUOTED_LINES = 300, 3
 _WARNING = re.compile(r"\bW\d{4} \d\d:|WARNING|\w*Warning:")
-"""What a line has that torch, vLLM or Python's ``warnings`` logged as a warning."""
+"""Marks of a line that torch, vLLM or Python's ``warnings`` logged as a warning."""
 
 
 def error_lines(path: str, lines: int) -> list[str]:
@@ -40,7 +40,7 @@ def _last_lines(path: str) -> list[str]:
 
 
 def last_error_line(descriptors: tuple[int, ...] = (2, 1)) -> str:
-    """What the files say last that this process and its children write their output to.
+    """The last lines of the files that this process and its children write their output to.
 
     The last error line, or where there is none, as of a process that was killed, the last lines; ''
     if there are none, or if they write to no file.

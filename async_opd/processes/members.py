@@ -13,7 +13,7 @@
                                                         ▲   comes later     │
                                                         └───────────────────┘
 
-What a kind of member needs is its ``Policy``:
+A kind of member has a ``Policy``:
 
     student replicas    pull: their loop and a heartbeat report failures; rebuilt without a probe
     teacher replicas    are pushed and probed: each failed call is reported; readmitted or rebuilt
@@ -70,13 +70,13 @@ class Member(Generic[T]):
 Care = Callable[[Member[T]], Coroutine[Any, Any, Any]]
 Probe = Callable[[Member[T]], Coroutine[Any, Any, Exception | None]]
 Rebuild = Callable[[Member[T]], Coroutine[Any, Any, T]]
-"""What is done with a member: see ``Policy``."""
+"""The actions on a member: see ``Policy``."""
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Generic[T]):
-    """What a set does with its members; all but ``supervision`` may be left out.
+    """The actions of a set on its members; all but ``supervision`` may be left out.
 
     ``serve`` runs while a member serves: its end or error is the member's failure. ``alive`` raises
     if no heartbeat is answered within ``supervision.timeout_s``; one is asked for every

@@ -50,7 +50,7 @@ FOLDERS = ("", ADAPTER, TEMPLATES)
 CHUNK = 8 << 20
 SHOWN = 10
 _MARKS = re.compile(r"([\\`*_~\[\]<>|#@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
-"""What markdown takes for more than text."""
+"""Characters that markdown takes for more than text."""
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

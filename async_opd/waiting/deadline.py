@@ -11,7 +11,7 @@ from async_opd.core.errors import StageTimeout
 
 
 class Cancellable(Protocol):
-    """What a timer returns."""
+    """The result of a timer."""
 
     def cancel(self) -> None: ...
 

@@ -135,7 +135,7 @@ class RowLimits:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a replica's engine has after a sync.
+    """The weights of a replica's engine after a sync.
 
     ``logprobs`` are those of each row's compared tokens, float32, in nats. ``loaded`` are
     digests of its parameters, by name, one mapping for each worker. ``rounding`` is the largest

@@ -71,7 +71,7 @@ def all_know_secret(
 
 
 def _store(dist: Any, addresses: Addresses, timeout_s: float) -> Any:
-    """What torch reads and writes addresses through."""
+    """The store through which torch reads and writes addresses."""
 
     class Store(dist.Store):  # type: ignore[misc]
         def set(self, key: str, value: bytes) -> None:

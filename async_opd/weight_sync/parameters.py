@@ -250,7 +250,7 @@ def _dtype(digest: str) -> str:
 
 
 def _beside(name: str) -> tuple[str, str]:
-    """What names of tensors beside each other have in common: all but the module's own name."""
+    """The common part of the names of tensors beside each other: all but the module's own name."""
     module, _, kind = name.rpartition(".")
     return module.rpartition(".")[0], kind
 

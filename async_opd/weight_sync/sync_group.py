@@ -93,7 +93,7 @@ class WeightReceiver(Protocol):
         """Generates again. TransferAborted if it has weights of two versions: it stays paused."""
 
     async def evidence(self, rows: Sequence[HeldRow]) -> Evidence:
-        """What the weights of its engine give for the rows, after ``resume``."""
+        """Its engine's results for the rows, after ``resume``."""
         ...
 
 

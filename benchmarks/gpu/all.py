@@ -38,7 +38,7 @@ GRACE_S = 10.0
 def outcome(
     command: list[str], limit_s: float, log: Path, settings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the command measured: its last line or, where it was killed or failed, its cells.
+    """The command's figures: its last line or, where it was killed or failed, its cells.
 
     ``settings`` are variables of its environment, unless they are set already.
     ``ended`` says how: ``done``, ``exit code N`` with the last line, or ``killed after N s``.

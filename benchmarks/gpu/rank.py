@@ -55,7 +55,7 @@ SIZES = {"cuda": ((4096, 16384, 32768), 4096), "cpu": ((64, 128), 64)}
 
 @dataclass(frozen=True)
 class Cell:
-    """What is varied. ``attention``: as ``train.attention``; by ``auto`` the trainer chooses."""
+    """Varied settings. ``attention``: as ``train.attention``; by ``auto`` the trainer chooses."""
 
     shape: str
     tokens: int

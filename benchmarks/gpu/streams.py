@@ -172,7 +172,7 @@ class OwnSender(NcclSender):
 
 
 class Pool:
-    """What the stage's threads were: asyncio's pool."""
+    """The stage's earlier threads: asyncio's pool."""
 
     async def run(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """The result of the work on any of its threads."""

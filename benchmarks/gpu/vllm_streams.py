@@ -1,4 +1,4 @@
-"""What vLLM 0.32 does with CUDA streams when weights are sent, without vLLM.
+"""vLLM 0.32's use of CUDA streams when weights are sent, without vLLM.
 
 ``current_stream`` is ``vllm.utils.torch_utils.current_stream``, ``packed_producer`` is
 ``vllm.distributed.weight_transfer.packed_tensor.packed_nccl_broadcast_producer``: the same

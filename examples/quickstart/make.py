@@ -95,7 +95,7 @@ def manifest(
     held_out_accuracy: dict[str, dict[str, float]],
     seconds: float,
 ) -> dict[str, object]:
-    """What was made, from which seeds and versions, and how good it is."""
+    """The models and files made, their seeds and versions, and their quality."""
     return {
         "made_by": "examples/quickstart/make.py",
         "weights": "bfloat16, measured in float32",

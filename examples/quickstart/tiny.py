@@ -23,7 +23,7 @@ _ID = {token: i for i, token in enumerate(VOCABULARY)}
 
 BATCH_SIZE = 128
 CORRUPTION = 0.15
-"""Share of answer tokens shown as a random digit. What follows must still be right, so a teacher
+"""Share of answer tokens shown as a random digit. The next tokens must still be right, so a teacher
 also gives good advice after a student's mistake, and ends the answer at the right length."""
 ENDINGS = 3
 """End-of-sequence labels after each answer, so that one corrupted ending is followed by others."""

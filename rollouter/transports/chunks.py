@@ -1,4 +1,4 @@
-"""What all transports share: a group in which the trainer is rank 0, and packed chunks of bytes.
+"""Shared by all transports: a group in which the trainer is rank 0, and packed chunks of bytes.
 
     weights ──chunk_plan──► packed chunk · chunk · chunk ──send──► receive ──► engine.py: vLLM
 

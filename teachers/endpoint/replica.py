@@ -79,7 +79,7 @@ class EndpointReplica:
         self._session: aiohttp.ClientSession | None = None
 
     def __reduce__(self) -> tuple[type[EndpointReplica], tuple[EndpointSpec, MediaCache | None]]:
-        """What it is made of is pickled: connections stay in their process."""
+        """Only its arguments are pickled: connections stay in their process."""
         return EndpointReplica, (self._spec, self._media)
 
     async def ready(self) -> int:

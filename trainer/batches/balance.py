@@ -63,7 +63,7 @@ class TeacherStats:
 
 @dataclass(frozen=True)
 class Balance:
-    """What is known of each teacher before a step; steps make new ones."""
+    """The statistics of each teacher before a step; steps make new ones."""
 
     seen: Mapping[str, TeacherStats] = field(default_factory=dict)
 
@@ -135,7 +135,7 @@ class Balancing:
         self._weights: dict[str, float] = {}
 
     def factors(self, headers: Sequence[Header]) -> dict[str, float]:
-        """What multiplies the planned distillation weights of each teacher's samples.
+        """Factors of the planned distillation weights of each teacher's samples.
 
         It depends on the steps before and on this batch's headers alone. The total of the weights
         is that of the reduction with these weights of teachers.

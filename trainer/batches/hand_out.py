@@ -27,7 +27,7 @@ from trainer.rank_group import RankGroup, dispatched, run_with_ranks
 
 
 class Planner(Protocol):
-    """What the learner decides from headers."""
+    """The learner's decisions from headers."""
 
     @property
     def vocabularies(self) -> Vocabularies:
@@ -115,7 +115,7 @@ class HandOut:
             await self._batcher.give_up(unseen)
 
     async def _fetched(self, shares: Sequence[Share]) -> list[Fetched]:
-        """What each rank has fetched; of the others without their samples."""
+        """Each rank's fetched part; of the others without their samples."""
         own, *others = shares
         vocabularies = self._planner.vocabularies
         mine: Coroutine[Any, Any, Any] = fetch(self._batcher.queue, own, vocabularies, self._media)

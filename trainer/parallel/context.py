@@ -48,7 +48,7 @@ from trainer.vision.parts import attention_of, set_attention_of
 ACROSS = "packed_across_ranks"
 """Name in transformers' registry."""
 KERNELS: dict[str, Kernel] = {VARLEN: varlen, FLASH: flash_attn}
-"""What computes a rank's heads, by the attention that one rank alone would have."""
+"""Computes a rank's heads, by the attention that one rank alone would have."""
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)

@@ -42,7 +42,7 @@ SETTLE_S = 60.0
 
 @dataclass(frozen=True)
 class Kept:
-    """What a rank says when a step is trained. ``fault``: why it does not keep it, else ''.
+    """A rank's record of a trained step. ``fault``: why it does not keep it, else ''.
 
     ``ended``: nor will it keep later ones. ``nbytes`` of files it has, ``removed`` so many steps of
     them for the bound.

@@ -60,7 +60,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank's file says of a step beside its samples.
+    """The content of a rank's file of a step, beside its samples.
 
     ``version`` is the weight version that the step began with, ``platform`` what the rank computed
     on and with, ``digests`` those of its weights after the step; ``config`` is the run's.

@@ -110,7 +110,7 @@ def training_state(model: Any, optimizer: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def stored_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint has of the model: all, or of a partly frozen one what is trained.
+    """The model's part in a checkpoint: all, or of a partly frozen one the trained part.
 
     The frozen rest is read from the student's own files.
     """

@@ -48,7 +48,7 @@ class Platform:
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model asks of its attention, over all layers.
+    """The requests of a model to its attention, over all layers.
 
     ``layers``: calls of transformers' attention interface. ``lengths``: keyword arguments of the
     decoder reach every call. ``head_dims``: widths of queries and of values. ``windows_known``: the
@@ -72,7 +72,7 @@ class AttentionNeeds:
 def choose_attention(
     wanted: Attention, platform: Platform, needs: AttentionNeeds, across: bool = False
 ) -> Kind:
-    """What computes the attention. StageError, with reasons, if ``wanted`` or nothing can.
+    """The kind of attention. StageError, with reasons, if ``wanted`` or nothing can.
 
     ``across``: ranks share each row, so that it computes some heads of all of their tokens.
     """
@@ -129,7 +129,7 @@ def _faults_across_ranks(kind: Kind, needs: AttentionNeeds) -> Iterator[str]:
 
 
 def _faults_of_calls(needs: AttentionNeeds) -> Iterator[str]:
-    """What functions that get each sequence by itself, and no mask, cannot compute."""
+    """Needs beyond functions that get each sequence by itself, and no mask."""
     if not needs.lengths:
         yield "the model does not pass the lengths of sequences on to its layers"
     if not needs.windows_known:

@@ -38,7 +38,7 @@ Place = tuple[torch.nn.Module, str]
 
 @dataclass(frozen=True)
 class Source:
-    """What one tensor of the model, or several, are made of.
+    """The stored parts of one tensor of the model, or of several.
 
     ``stored``: names in the files by the pattern of the rule, in the order in which they are
     joined. ``rule`` is transformers', None for a tensor that is read as it is. ``name`` is the
@@ -116,7 +116,7 @@ class StoredWeights:
         return getattr(*self._places[name])
 
     def _opened(self, stack: ExitStack) -> dict[str, Any]:
-        """What reads slices of the tensors, by the tensors' names in the files."""
+        """Readers of slices of the tensors, by the tensors' names in the files."""
         try:
             files = [stack.enter_context(safe_open(file, "pt")) for file in self._files]
         except (OSError, SafetensorError) as error:
@@ -124,7 +124,7 @@ class StoredWeights:
         return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
     def _matched(self, names: Mapping[str, Any]) -> tuple[list[Source], set[str]]:
-        """What the model's tensors are made of, and the stored names that belong to none."""
+        """The sources of the model's tensors, and the stored names that belong to none."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,

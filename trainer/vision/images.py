@@ -39,7 +39,7 @@ STAND_IN_PIXELS = 56
 
 @dataclass(frozen=True)
 class RowImages:
-    """What the decoder needs of a row's images.
+    """The decoder's inputs of a row's images.
 
     ``inputs`` are the model's own of the different images, such as ``pixel_values``. ``order`` are
     their indices in the order in which the row shows them; none where the images only keep a rank
@@ -192,7 +192,7 @@ class Sight:
 
 
 def sight_of(config: RunConfig, model: Any, device: torch.device) -> Sight | None:
-    """What gives images to the student of a run; None for one that reads text only."""
+    """The source of images for the student of a run; None for one that reads text only."""
     from async_opd.models.processor import ImageProcessor
 
     student = config.student

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STUDENT = "student.model"
 PACKAGES = {"PIL": "Pillow", "torchvision": "torchvision"}
-"""What transformers' image processors and vLLM's vision models import."""
+"""Packages that transformers' image processors and vLLM's vision models import."""
 INSTALL = "pip install 'async-opd[vision]'"
 
 

@@ -120,7 +120,7 @@ class DataConfig(Section):
     """Most tokens of a prompt; by default the positions that the model has left beside the longest
     response."""
     overlong: Literal["refuse", "filter", "truncate_left"] = "refuse"
-    """What is done with longer prompts: the run is refused (a streamed row that was not checked is
+    """The treatment of longer prompts: the run is refused (a streamed row that was not checked is
     a dead letter), such rows are left out, or their first tokens are cut off. ``run.log`` has their
     number."""
     size_temperature: float | None = Field(default=None, gt=0)

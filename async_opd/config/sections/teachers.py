@@ -79,7 +79,7 @@ class Teacher(Rendering):
     prompt_template: str | None = Field(default=None, min_length=1)
     """The teacher's prompt, if it differs from the student's: a text with fields of the data row in
     braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is used unchanged, so that
-    it may hold chat messages. What it gives is then rendered with a chat template as any prompt.
+    it may hold chat messages. The result is then rendered with a chat template as any prompt.
     Scores still cover the student's response."""
 
     own_template: bool = False

@@ -67,8 +67,8 @@ class LoraConfig(Section):
     head. A mixture of experts has adapters in its attention only: its experts are not linear
     layers, and peft takes the names of its other ones for theirs."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What a weight sync sends: all weights, with W + s · B A in place of W (``merged``), or the
-    adapters only, which vLLM's LoRA layers apply (``adapter``): less to send, and slower
+    """The content of a weight sync: all weights, with W + s · B A in place of W (``merged``), or
+    the adapters only, which vLLM's LoRA layers apply (``adapter``): less to send, and slower
     generation."""
     dropout: float = 0.0
     """0. The student trains in eval mode, since its engines sampled without dropout."""
@@ -140,7 +140,7 @@ class TrainConfig(Section):
     (``bfloat16``) or about 2 (``8bit``, of matrices whose rows are multiples of 64). The last two
     take the extra ``lowbit`` and a compiler."""
     offload: Literal["none", "moments", "parameters"] = "none"
-    """What a rank on a GPU keeps in host memory: AdamW's moments, which each step copies to the GPU
+    """State of a rank on a GPU in host memory: AdamW's moments, which each step copies to the GPU
     and back (``moments``); or master weights, gradients and moments, so that the step is computed
     on the CPU and the GPU has one block's weights at a time (``parameters``). No effect on a CPU
     that trains."""
@@ -161,7 +161,7 @@ class TrainConfig(Section):
     is the student itself). ``auto``: ``bfloat16`` if the student's own config.json names a 16-bit
     type, else ``float32``. Checkpoints always have the float32 masters."""
     attention: Literal["auto", "varlen", "flash", "flex", "sdpa"] = "auto"
-    """What computes attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
+    """The attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
     torch's ``flex``; or ``sdpa`` with a mask of each whole packed row, which takes memory quadratic
     in it. ``auto`` is the first of varlen, flash and flex that computes all that the student's
     attention needs (docs/objectives.md). A CPU has ``sdpa`` only:

@@ -1,4 +1,4 @@
-"""What a live view shows: the newest values by pool, topic and data source, and their curves."""
+"""A live view's content: the newest values by pool, topic and data source, and their curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, the commit of the working directory, names of devices."""
+"""The environment of a run: versions, the commit of the working directory, names of devices."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ TOPIC_OF_KEY = {
 
 @dataclass
 class Examination:
-    """What was found, and the sampled prompts as the models read them."""
+    """The findings, and the sampled prompts as the models read them."""
 
     findings: list[Finding] = field(default_factory=list)
     prompts: list[RenderedPrompt] = field(default_factory=list)

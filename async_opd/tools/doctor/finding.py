@@ -1,4 +1,4 @@
-"""What the doctor found: one line of its answer."""
+"""A finding of the doctor: one line of its answer."""
 
 from __future__ import annotations
 

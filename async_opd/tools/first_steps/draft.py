@@ -22,7 +22,7 @@ Ask = Callable[[str, str], str]
 
 @dataclass
 class Draft:
-    """What the user gave; texts as on the command line, ``[name=]path`` and the like."""
+    """The user's arguments; texts as on the command line, ``[name=]path`` and the like."""
 
     student: str | None = None
     teachers: list[str] = field(default_factory=list)

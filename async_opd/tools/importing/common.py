@@ -1,4 +1,4 @@
-"""What the tables of several frameworks share."""
+"""Entries that the tables of several frameworks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACEHOLDER = "data/train.jsonl"
 """The file that is named where the framework names no data that can be read here."""
 
 FROZEN = ["vision_tower", "projector"]
-"""What others call the vision tower: of Qwen's models their projector is a part of it."""
+"""Other frameworks' vision tower: of Qwen's models their projector is a part of it."""
 
 
 def importable(key: str, value: Any) -> Any:

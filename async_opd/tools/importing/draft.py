@@ -1,7 +1,7 @@
 """A config in the making: their keys are read, ours are set, and what is lost is noted.
 
-A key counts as read when its table entry or the framework's function has used it. What nobody has
-used is unmapped, and is named in the result.
+A key counts as read when its table entry or the framework's function has used it. An unused key
+is unmapped, and is named in the result.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def overrides(words: Iterable[str], budget: Budget) -> dict[str, Any]:
 def flags(words: list[str], budget: Budget) -> dict[str, Any]:
     """``--name value …``, ``--name=value`` and ``--name`` alone, which is true.
 
-    Several values are a list. What the shell reads (``2>&1``, ``|``) ends the flags. SyntaxError
+    Several values are a list. Shell operators (``2>&1``, ``|``) end the flags. SyntaxError
     if they are more than the budget.
     """
     found: dict[str, Any] = {}

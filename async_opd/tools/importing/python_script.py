@@ -1,4 +1,4 @@
-"""What a Python script passes to TRL's config and trainer: parsed, never executed."""
+"""A Python script's arguments of TRL's config and trainer: parsed, never executed."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _number(value: float) -> str:
 
 
 def _template(config: RunConfig, name: str) -> str:
-    """What a teacher reads beside the student's tokens."""
+    """A teacher's tokens beside the student's."""
     teacher: TeacherConfig | None = config.teachers.get(name)
     if teacher is None:
         return "not in config.yaml"

@@ -71,7 +71,7 @@ async def measure(
     eos_ids: tuple[int, ...],
     notify: Notify,
 ) -> list[Measured]:
-    """What was measured of each source, in order. StageError."""
+    """The figures of each source, in order. StageError."""
     notify("starting the student")
     answers = await _of_student(config, sources, device, eos_ids, notify)
     alone = _with_top_k(config)

@@ -1,4 +1,4 @@
-"""What a student's and a teacher's answers and scores say about a pair, as numbers.
+"""The figures of a student and a teacher, by their answers and scores.
 
 grades of both ──► accuracies, headroom          responses scored by both ──► gaps, overlap, reach
 grades and scores under the teacher's own template ──► what the run's template costs
@@ -111,7 +111,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Template:
-    """What the teacher's own template adds over the prompts of the run, for each prompt or token.
+    """The gain of the teacher's own template over the prompts of the run, for each prompt or token.
 
     ``accuracy``: of the teacher's answers. ``logprob``: nats of each token of the student's
     responses, of the right ones where there are grades.

@@ -54,7 +54,7 @@ class Model(Answerer, Scorer, Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of every model: prompts, and how their answers are sampled and graded.
+    """The requests to every model: prompts, and how their answers are sampled and graded.
 
     ``evaluated`` is the sampling of evaluations, ``sampled`` that of the student's responses.
     ``other``: the prompts with ``teacher_ids`` of the teacher's own template, if the run gives it

@@ -1,4 +1,4 @@
-"""What the figures of a pair mean: a verdict in words, a suggestion, and one score.
+"""The verdict on the figures of a pair: in words, a suggestion, and one score.
 
     template wrong?  ──► the teacher does not read the prompts that it was trained with
     headroom         ──► worse, equal, or better: does the student reach it?

@@ -38,7 +38,7 @@ EQUAL, DIFFERENT = 0, 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a replay; ``difference`` None: all steps after ``start`` are bit-equal."""
+    """The result of a replay; ``difference`` None: all steps after ``start`` are bit-equal."""
 
     step: int
     start: int

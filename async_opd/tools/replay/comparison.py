@@ -28,7 +28,7 @@ class DifferentNumber:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in the first step that does: results by FIRST and name, weights by rank."""
+    """The difference in the first step that has one: results by FIRST and name, weights by rank."""
 
     step: int
     numbers: tuple[DifferentNumber, ...]
@@ -104,7 +104,7 @@ def other_kernels(records: Sequence[Record], now: Recomputed) -> list[str]:
 def platform_faults(
     recorded: Sequence[Record], now: Sequence[dict[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """What differs between the machines: reasons to refuse, and warnings (versions)."""
+    """Differences between the machines: reasons to refuse, and warnings (versions)."""
     refused: list[str] = []
     warned: list[str] = []
     if len(recorded) != len(now):

@@ -1,4 +1,4 @@
-"""What of a run directory a step is computed again from, or why it cannot be.
+"""The files of a run directory to compute a step again, or why it cannot be.
 
 checkpoints/step_C ─┐
                     ├──► ReplayPlan: steps C+1 … N, each with the files of all ranks

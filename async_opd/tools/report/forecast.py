@@ -1,4 +1,4 @@
-"""What the planner predicts for the change that a verdict suggests.
+"""The planner's prediction for the change that a verdict suggests.
 
 run directory ──plan.measure──► speeds ──simulated as it is, and with one change──► gain
 """

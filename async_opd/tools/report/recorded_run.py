@@ -54,7 +54,7 @@ class Message:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What ``summary.json`` has beside metrics."""
+    """Fields of ``summary.json`` beside metrics."""
 
     status: Status
     seconds: Seconds
@@ -142,7 +142,7 @@ class RecordedRun:
         return tuple(read_timelines(self.folder / TRACE))
 
     def audit(self) -> Audit:
-        """What became of each admitted sample. AuditError without a readable journal."""
+        """The outcome of each admitted sample. AuditError without a readable journal."""
         return audit(self.folder)
 
 

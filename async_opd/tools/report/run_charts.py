@@ -124,7 +124,7 @@ def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
 
 
 def _initial(run: RecordedRun, key: str) -> list[tuple[int, float]]:
-    """What the evaluation before training measured of the same."""
+    """The same of the evaluation before training."""
     return run.series(key.replace("eval/", "eval_initial/", 1))
 
 

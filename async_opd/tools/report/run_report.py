@@ -133,7 +133,7 @@ def _trouble(run: RecordedRun) -> str:
 
 
 def _left_out(level: Level) -> str:
-    """What ``run.log`` lacks of the events, by the least level that the run has logged."""
+    """The events that ``run.log`` lacks, by the least level that the run has logged."""
     if level == "info":
         return ""
     return f"Events below this level are not in run.log, whose log.level is {level}."

@@ -69,7 +69,7 @@ class SampleTimeline:
 def read_timelines(path: Place) -> Iterator[SampleTimeline]:
     """The lives of a trace, in the order in which the samples were trained; none without a file.
 
-    What a kill, a restart or an older version left without one of its moments is left out.
+    A sample that lacks a moment, after a kill, a restart or by an older version, is left out.
     """
     if not foreign(path).exists():
         return

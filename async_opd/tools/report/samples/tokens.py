@@ -75,7 +75,7 @@ def _card(number: int, one: SampleRecord, status: str, gallery: Gallery) -> str:
 
 
 def _token(one: SampleRecord, row: int) -> dict[str, Any]:
-    """What the panel shows: [name, value] pairs, and the most probable tokens of both sides."""
+    """The content of the panel: [name, value] pairs, and the most probable tokens of both sides."""
     values = {
         "loss": one.loss,
         "gap": one.gap,
