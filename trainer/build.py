@@ -1,4 +1,4 @@
-"""Builds learner and followers from the config: each rank in its own process.
+"""Builds learner and followers from the config: each rank in a separate process.
 
 directory ──► EmptyStudent ──(join, shard)──► fill ──► Learner in rank 0, Follower in the others
 """

@@ -1,4 +1,4 @@
-"""Checks of the models: each on its own, all together, and for the objective."""
+"""Checks of the models: each alone, all together, and for the objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one Ray actor shell: it builds a plain object in its own process and calls its methods.
+"""The one Ray actor shell: it builds a plain object in a separate process and calls its methods.
 
     driver ── build("module:callable", args) ──► ActorShell ── call("method", args) ──► object
 
@@ -85,7 +85,7 @@ class ActorPlacement:
 
 
 ACTOR = "ASYNC_OPD_ACTOR"
-LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+KEEP_VISIBLE_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Without it Ray hides all GPUs from a process that reserves none."""
 
 
@@ -224,7 +224,7 @@ class Remote:
         if bundle is not None:
             options["scheduling_strategy"] = bundle
         if place is not None:
-            env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), LEAVE_GPUS_ALONE: "1"}
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), KEEP_VISIBLE_GPUS: "1"}
         options["runtime_env"] = {"env_vars": env}
         if gpus:
             options["num_gpus"] = gpus

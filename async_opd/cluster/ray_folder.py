@@ -91,7 +91,7 @@ class RayFolder:
                 copy.write(file.read(max(LOG_BYTES - copied, 0)))
 
     def raylet_error(self) -> str:
-        """Which of its checks the raylet has ended with, in its own words; empty if with none."""
+        """The failed check that ended the raylet, as its log has it; empty if there is none."""
         log = self._logs / "raylet.err"
         with suppress(OSError), open(log, errors="replace", opener=regular_file) as file:
             for line in file.read(LOG_BYTES).splitlines():

@@ -39,7 +39,7 @@ def with_lengths(config: RunConfig) -> RunConfig:
     """The config with what the run needs as ``max_model_len`` of engines that have none.
 
     Models keep their own limit whose rotary positions depend on it, and so do teachers that render
-    prompts in their own way, or images, whose lengths are not known.
+    prompts differently, or images, whose lengths are not known.
     """
     needed = needed_tokens(config)
 

@@ -20,8 +20,8 @@ TAKEN = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
 TOWERS = {"llava": "clip_vision_model"}
 """The kind of tower of families that have several."""
 NOT_ON_CPU = {
-    "gemma3": "vLLM on a CPU hides the later tokens of an image from its earlier ones, which see "
-    "them in transformers and on GPUs"
+    "gemma3": "vLLM on a CPU hides the later tokens of an image from its earlier ones, which "
+    "attend to them in transformers and on GPUs"
 }
 NOT_TRAINED = {"gemma3": "tokens of an image see each other, and the trainer's rows are causal"}
 WITH_PREFIX = ("gemma3", "llava")

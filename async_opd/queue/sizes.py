@@ -162,7 +162,7 @@ def image_copies(config: RunConfig, teacher: str) -> float:
 
 
 def images_in_words(config: RunConfig, shown: Sequence[tuple[str, int]]) -> str:
-    """Bytes of prompts' images, moved and held: ``shown`` are teacher and bytes of each of these."""
+    """Bytes of prompts' images, moved and held; ``shown``: teacher and bytes of each of these."""
     nbytes = [each for _, each in shown]
     mean, most = sum(nbytes) / len(nbytes), max(nbytes)
     copies = max(image_copies(config, teacher) for teacher in {name for name, _ in shown})

@@ -314,8 +314,8 @@ def _rendezvous_failure(index: int, error: Exception) -> Exception:
     """The failure of a member, as the coordinator has to treat it after a rendezvous.
 
     A rendezvous changes no weights, so a receiver's error is TransferAborted: it stays a member. A
-    receiver that hangs keeps its timeout and is ejected. A sender that waited for a receiver in
-    vain does not hang: its timeout becomes a WeightSyncError, and only its death is kept.
+    receiver that hangs keeps its timeout and is ejected. A sender whose receiver never
+    came does not hang: its timeout becomes a WeightSyncError, and only its death is kept.
     """
     if isinstance(error, ProcessDied if index == SENDER else StageTimeout):
         return error

@@ -2,7 +2,7 @@
 
     model ──two tokens──► each layer's call, each mask's function ──► AttentionNeeds
 
-Settings of a config are not enough: each family names windows, caps and sinks in its own way.
+Settings of a config are not enough: each family names windows, caps and sinks differently.
 """
 
 from __future__ import annotations
