@@ -26,6 +26,7 @@ FORMS = {
     r"of (?:its|their|his) own": "a separate …, dedicated GPUs, or nothing",
     r"(?:on|in) (?:its|their) own(?= ways?| process| thread| words|[,;:.])": "alone, separate",
     r"in vain": "without success",
+    r"nobody": "no process, no caller, without an owner",
     r"learns? of": "reads, receives",
     r"last[ _]words": "the last error line",
     r"lets? go": "is released",

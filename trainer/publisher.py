@@ -60,7 +60,7 @@ class SnapshotBuffers:
         self._chunk = self._filled = 0
 
     def give_up(self) -> None:
-        """The next snapshot is in other memory; this one's is freed when nobody reads it."""
+        """The next snapshot is in other memory; this one's is freed when no caller reads it."""
         self._buffers = []
         self.clear()
 

@@ -111,7 +111,7 @@ class LaunchedStages:
         await race(self.trainer.save(directory), self._turn())
 
     async def _turn(self) -> None:
-        """Gives the trainer its turn, which nobody else does any more. Ends with an error only.
+        """Gives the trainer its turn, which no other task does any more. Ends with an error only.
 
         A scoring phase on these GPUs continues after its caller exits: its teachers sleep first.
         """

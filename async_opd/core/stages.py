@@ -115,7 +115,7 @@ class Queue(Protocol):
         ...
 
     async def media(self, hashes: Sequence[str]) -> dict[str, bytes]:
-        """Encoded bytes by SHA-256, without images that nobody keeps (``MediaCache`` fetches so).
+        """Encoded bytes by SHA-256, without images that have no owner (``MediaCache`` fetches so).
 
         It waits for those that the driver has still to put again after a restart of the queue.
         """

@@ -166,7 +166,7 @@ class WandbSink(Sink):
         self._raise()
 
     def message(self, text: str) -> None:
-        """Sends an alert if the message is one that somebody should act upon."""
+        """Sends an alert if the message needs an action of the user."""
         alert = alert_of(text)
         if alert is not None and self._run is not None:
             shown = alert if self._config.log.samples else replace(alert, text=NOT_SENT)

@@ -1,4 +1,4 @@
-"""Ends calls into an engine when its process ends, also calls that would never be answered.
+"""Fails pending calls into an engine when its process ends.
 
     work ─────────┬──► its result
     process ends ─┴──► ProcessDied

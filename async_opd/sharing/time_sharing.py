@@ -122,7 +122,7 @@ class GpuLock:
         self._holder = ""
 
     def locked(self) -> bool:
-        """Whether somebody holds it."""
+        """Whether it is held."""
         return self._lock.locked()
 
     async def acquire(self, what: str) -> None:

@@ -2,7 +2,7 @@
 
     python examples/quickstart/make.py [--out DIR] [--force]
 
-Takes about two minutes on one CPU core. The result is committed, so nobody has to run this to try
+Takes about two minutes on one CPU core. The result is committed, so no user has to run this to try
 the quickstart; it is here so that everybody can see where the models come from.
 """
 

@@ -207,12 +207,12 @@ def _join(join: Any, made: Future[Any]) -> None:
     else:
         if made.set_running_or_notify_cancel():
             made.set_result(communicator)
-        else:  # nobody waits any more
+        else:  # no caller waits any more
             communicator.destroy()
 
 
 def _communicator(unique_id: bytes, rank: int, size: int, device: int) -> Any:
-    """A communicator of vLLM without its first collective, which nobody could abort.
+    """A communicator of vLLM without its first collective, which could not be aborted.
 
     The first broadcast connects the members instead.
     """

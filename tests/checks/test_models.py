@@ -305,7 +305,7 @@ def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
     inputs = preflight(config("teachers.sort.model=org/teacher"), "c.yaml", 0)
     (note,) = inputs.notes
     taken = (
-        "teachers.sort.model: org/teacher is not a directory and is taken for a hub id; it is not"
+        "teachers.sort.model: org/teacher is not a local directory; using it as a hub id; it is not"
     )
     assert note.startswith(f"{taken} in the local cache")
     assert inputs.problems == []

@@ -6,7 +6,7 @@
 
 The next batch is assigned while the step before is computed. Leases that have expired, or whose
 queue has died, are released, and another batch is chosen: no sample is lost or trained twice, since
-only what is committed is trained and acknowledged. Samples with images that nobody has are dead
+only what is committed is trained and acknowledged. Samples with images that no process has are dead
 letters.
 """
 

@@ -115,8 +115,8 @@ class Share:
 class Fetched:
     """A rank's fetched part: its micro-batches, and the sum of its responses' repetition.
 
-    There are none if ``lost`` leases do not have their samples any more, if nobody has an image of
-    a sample (``unseen``: reasons by uid), or with an ``error``.
+    There are none if ``lost`` leases do not have their samples any more, if no process has an image
+    of a sample (``unseen``: reasons by uid), or with an ``error``.
     """
 
     micro_batches: tuple[MicroBatch, ...] = ()

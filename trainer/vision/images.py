@@ -124,7 +124,7 @@ class Sight:
         self._stands_in = bool(some)
 
     def of(self, rollouts: Sequence[Rollout], encoded: Mapping[str, bytes]) -> RowImages | None:
-        """The images of a row of these rollouts; None for text that nobody waits for.
+        """The images of a row of these rollouts; None for text that no caller waits for.
 
         StageError for an image whose bytes are not there, and for tokens that are not those of the
         images.

@@ -208,7 +208,7 @@ class ViewState:
         return accuracies(self.metrics, "eval_initial") | accuracies(self.metrics, "eval")
 
     def _curve(self, key: str) -> Curve:
-        """The curve of a metric; one that nobody shows beyond ``MAX_CURVES`` accuracies."""
+        """The curve of a metric; one that is not shown beyond ``MAX_CURVES`` accuracies."""
         if key not in self._curves:
             if len(self._curves) >= MAX_CURVES + len(self._curve_keys):
                 return Curve()
