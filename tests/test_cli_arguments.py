@@ -59,7 +59,7 @@ def test_set_is_an_override_as_an_option(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("form", [[], ["--set"]])
-def test_a_wrong_override_is_told_alike_in_both_forms(
+def test_a_wrong_override_is_reported_alike_in_both_forms(
     form: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", CONFIG, *form, "train.stps=8"]) == 2

@@ -1,4 +1,4 @@
-"""What keeps a node of a cluster from running a part of a run, on reports that are made up."""
+"""Faults of a node that keep it from running a part of a run, on reports that are made up."""
 
 from __future__ import annotations
 

@@ -321,7 +321,7 @@ def streams(gpu: Gpu) -> tuple[Any, Any]:  # noqa: F811
 async def test_vllms_communicator_sets_the_stream_of_the_thread_that_makes_it(
     gpu: Gpu,  # noqa: F811
 ) -> None:
-    """Why ``NcclGroup.joined`` has a thread of its own: vllm.utils.torch_utils.current_stream."""
+    """Why ``NcclGroup.joined`` has a separate thread: vllm.utils.torch_utils.current_stream."""
     transport, thread = nccl.NcclSender("", BOUND, CHUNK), WorkThread("any")
     transport.open(2)
     before = await thread.run(streams, gpu)
@@ -331,7 +331,7 @@ async def test_vllms_communicator_sets_the_stream_of_the_thread_that_makes_it(
         assert await thread.run(streams, gpu) != before
 
 
-async def test_connecting_and_sending_leave_the_streams_of_their_threads_alone(
+async def test_connecting_and_sending_keep_the_streams_of_their_threads(
     gpu: Gpu,  # noqa: F811
 ) -> None:
     run = Run(2)
@@ -458,7 +458,7 @@ async def test_a_receiver_that_cannot_load_holds_up_no_other() -> None:
     assert run.has_new_weights(0)
 
 
-async def test_who_never_joins_is_waited_for_no_longer_than_the_bound(gpu: Gpu) -> None:  # noqa: F811
+async def test_an_absent_member_is_waited_for_no_longer_than_the_bound(gpu: Gpu) -> None:  # noqa: F811
     transport = nccl.NcclSender("", 0.05, CHUNK)
     at = transport.open(2)
     with pytest.raises(WeightSyncError, match=r"not all 2 ranks joined the group within 0\.05 s"):
@@ -532,7 +532,7 @@ async def test_communicators_are_destroyed_at_both_ends_before_the_next_rendezvo
     assert gpu.calls["ncclCommAbort"] == 4  # of the trainer and three workers
 
 
-async def test_who_was_rebuilt_leaves_no_group_behind(gpu: Gpu) -> None:  # noqa: F811
+async def test_a_rebuilt_member_leaves_no_group_behind(gpu: Gpu) -> None:  # noqa: F811
     """Its own group, in which it got the newest weights, ends at the next rendezvous of all."""
     run = Run(1, 1)
     await run.push()

@@ -53,7 +53,7 @@ def row_of(fields: dict[str, Any], folder: Path | None = None, **data: Any) -> R
 
 
 def content(row: Row) -> Any:
-    """What the only message of the row says."""
+    """The content of the only message of the row."""
     (message,) = row.prompt
     assert isinstance(message, dict)
     return message["content"]

@@ -1,4 +1,4 @@
-"""What each teacher reads of a row, and the first token in which it differs from the student's."""
+"""Each teacher's prompt for a row, and the first token in which it differs from the student's."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from async_opd.processes.events import EventLog
 
 
-async def test_who_waits_hears_of_the_next_line() -> None:
+async def test_a_waiting_reader_gets_the_next_line() -> None:
     bulletin = EventLog()
     waiting = asyncio.create_task(bulletin.after(0))
     await asyncio.sleep(0)
@@ -20,11 +20,11 @@ async def test_who_waits_hears_of_the_next_line() -> None:
     assert (await asyncio.wait_for(waiting, 5)).lines == ("a",)
 
 
-async def test_who_does_not_wait_hears_that_there_is_none() -> None:
+async def test_a_reader_that_does_not_wait_gets_none() -> None:
     assert (await EventLog().after(0, wait=False)).lines == ()
 
 
-async def test_who_heard_of_another_life_hears_all_of_this_one_though_its_clock_is_behind(
+async def test_a_reader_of_another_life_gets_all_of_this_one_though_its_clock_is_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(time, "time_ns", iter(range(10**9, 0, -1)).__next__)
@@ -37,7 +37,7 @@ async def test_who_heard_of_another_life_hears_all_of_this_one_though_its_clock_
 
 
 @given(st.lists(st.sampled_from(["tell", "ask", "ask in vain", "ask and give up"]), max_size=30))
-async def test_every_line_is_heard_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
+async def test_every_line_is_received_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
     bulletin, told, heard, number = EventLog(), [], [], 0
     for event in [*events, "ask"]:
         if event == "tell":

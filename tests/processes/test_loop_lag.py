@@ -16,14 +16,14 @@ async def test_a_loop_that_is_held_up_is_late_by_as_much() -> None:
     lag.stop()
 
 
-async def test_a_hold_up_is_told_before_its_timer_has_fired() -> None:
+async def test_a_hold_up_is_reported_before_its_timer_has_fired() -> None:
     lag = LoopLag(interval_s=0.01)
     time.sleep(0.3)  # noqa: ASYNC251
     assert lag.drain() > 0.2
     lag.stop()
 
 
-async def test_a_hold_up_is_told_once() -> None:
+async def test_a_hold_up_is_reported_once() -> None:
     lag = LoopLag(interval_s=0.01)
     time.sleep(0.3)  # noqa: ASYNC251
     await asyncio.sleep(0.02)

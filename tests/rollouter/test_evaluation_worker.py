@@ -25,7 +25,7 @@ async def settle() -> None:
 
 
 class Engine:
-    """Answers when it is told to; ``asked`` counts the requests of each answer."""
+    """Answers when the test sets it; ``asked`` counts the requests of each answer."""
 
     def __init__(self) -> None:
         self.finished = asyncio.Event()

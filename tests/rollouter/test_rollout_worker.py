@@ -22,7 +22,7 @@ from tests.conftest import make_prompt, make_rollout
 
 
 class Engine:
-    """Answers when told to."""
+    """Answers when the test sets it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

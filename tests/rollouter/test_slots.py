@@ -62,7 +62,7 @@ async def test_one_that_is_cancelled_while_it_waits_takes_no_slot_along() -> Non
     assert (slots.running, await asyncio.wait_for(slots.room(), 5)) == (0, 1)
 
 
-async def test_room_is_told_in_groups() -> None:
+async def test_room_is_reported_in_groups() -> None:
     assert await Slots(10, group_size=4).room() == 2
 
 

@@ -84,7 +84,7 @@ def images_of(model: Path, **student: object) -> dict[str, object]:
     return StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None).kwargs
 
 
-def test_an_engine_of_a_model_that_sees_takes_the_datas_images(tmp_path: Path) -> None:
+def test_an_engine_of_a_vision_model_takes_the_datas_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
     found = images_of(tmp_path, processor_kwargs={"max_pixels": 784})
     assert found["limit_mm_per_prompt"] == {"image": 2, "video": 0, "audio": 0}

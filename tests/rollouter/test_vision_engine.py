@@ -42,7 +42,7 @@ TOWER = "visual"
 
 @dataclass
 class Seen:
-    """What the engine made."""
+    """The engine's results."""
 
     reference: Transformers
     fetches: Fetches
@@ -53,7 +53,7 @@ class Seen:
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
     held: list[tuple[Reference, Evidence]] = field(default_factory=list)
-    """What trainer and engine compute of held rows: before a sync, after it, and after one without
+    """Trainer's and engine's results for held rows: before a sync, after it, and after one without
     the tower."""
     frozen: list[tuple[WeightMeta, Evidence]] = field(default_factory=list)
     """Three syncs in turn without the tower, and what the engine has after each."""
@@ -118,7 +118,7 @@ class World:
         return unpack(Rollout, lease.batches)
 
     async def lost(self) -> dict[str, str]:
-        """What becomes of prompts that no engine may compute."""
+        """The outcome of prompts that no engine may compute."""
         one = self.prompt("one")
         absent = Media("0" * 64, 10, 8, 8)
         bad = [
@@ -267,7 +267,7 @@ async def test_a_frozen_tower_is_fresh_at_every_comparison(seen: Seen) -> None:
         assert freshness.judge(meta, {0: evidence}).wrong == {}
 
 
-async def test_a_tower_that_stays_and_is_not_said_to_be_frozen_is_found(seen: Seen) -> None:
+async def test_a_tower_that_stays_and_is_not_configured_as_frozen_is_found(seen: Seen) -> None:
     freshness, wrong = Freshness(1), dict[int, WrongWeights]()
     for meta, evidence in seen.frozen:
         wrong = freshness.judge(replace(meta, frozen=()), {0: evidence}).wrong

@@ -1,4 +1,4 @@
-"""What a stranger's data can do while it is read: be refused, with file and row."""
+"""A stranger's data can do one thing while it is read: be refused, with file and row."""
 
 from __future__ import annotations
 

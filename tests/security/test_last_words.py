@@ -31,7 +31,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_last_errors_of_a_process_are_its_last_words(logs: Path) -> None:
+def test_the_last_errors_of_a_process_are_quoted(logs: Path) -> None:
     (logs / f"{NAME}.err").write_text("all is well\nMemoryError: none left\n")
     assert last_error_lines(PROCESS) == "      MemoryError: none left"
 

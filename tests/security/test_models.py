@@ -48,7 +48,7 @@ def test_a_hub_id_is_one_and_check_says_so(tmp_path: Path) -> None:
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """What the hub is asked for; it gives the quickstart's student."""
+    """The requests to the hub; it gives the quickstart's student."""
     import huggingface_hub
 
     asked: list[tuple[str, str | None]] = []

@@ -40,7 +40,7 @@ LETTER = DeadLetter(Header("p/0", 3, 0, 0, "t"), "student", "refused")
 CUT = Cut(2, 1, 0, 0, LedgerState((), 2, 0, ()))
 
 Use = Callable[[Path], object]
-"""What a run does with its directory."""
+"""A run's writes to its directory."""
 
 
 def config() -> RunConfig:

@@ -140,7 +140,7 @@ def test_a_server_that_is_not_there_is_refused() -> None:
     assert "127.0.0.1:9/health cannot be reached" in problem.message
 
 
-# ── servers of a teacher that sees ─────────────────────────────────────────────────────────────
+# ── servers of a VLM teacher ───────────────────────────────────────────────────────────────────
 
 VISION = EXAMPLE.with_name("vision.yaml")
 SEEN = picture(96, 64)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_sco
 K = 5
 BOUND = 1e-3
 NEVER = tuple(TOKENS.index(f"<|{kind}_pad|>") for kind in ("image", "video"))
-KEY = "KEY_OF_THE_SERVER_THAT_SEES"
+KEY = "KEY_OF_THE_VISION_SERVER"
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_ragged_rows_have_the_loss_and_gradients_of_eager_attention(name: str, k
 
 
 def test_a_window_that_is_left_out_changes_the_loss() -> None:
-    """The test before sees windows: its sequences are longer."""
+    """The test before finds windows: its sequences are longer."""
     model = families.mistral(window=3).eval()
     windowed, _ = loss_of(model, VARLEN, packed())
     register_kernel(

@@ -96,7 +96,7 @@ async def test_an_error_of_the_work_comes_through() -> None:
         await Deadline("a", Timer()).within(5, "work", fail())
 
 
-async def test_who_is_cancelled_leaves_no_work_behind() -> None:
+async def test_a_cancelled_call_leaves_no_work_behind() -> None:
     waiting = asyncio.create_task(Deadline("a", Timer()).within(5, "work", forever()))
     await asyncio.sleep(0)
     waiting.cancel()

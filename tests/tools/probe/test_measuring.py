@@ -1,4 +1,4 @@
-"""What models are asked, and how their answers and scores become a pair's measurements."""
+"""The requests to models, and how their answers and scores become a pair's measurements."""
 
 from __future__ import annotations
 

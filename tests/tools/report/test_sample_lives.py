@@ -34,7 +34,7 @@ def one(what: str, start: float, end: float, track: str = "", uid: str = "") -> 
 
 
 def reports(uid: str, at: tuple[float, ...] = MOMENTS) -> list[dict[str, list[Interval]]]:
-    """What the stages report of a sample: its admission; then its work until its step."""
+    """The stages' reports of a sample: its admission; then its work until its step."""
     sampled, scored, trained = (at[1], at[2]), (at[5], at[6]), (at[8], at[9])
     return [
         {"admission": [one("admit", at[0], at[0], "", uid)]},
