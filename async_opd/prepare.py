@@ -71,9 +71,9 @@ def check_inputs(
 
     ``fetch``: models and data are downloaded, and stand in the config as paths; a cluster to join
     is asked whether it has GPUs, where ``cluster.device`` does not say. ``load``: code that the
-    config names is run, as before a run; else its files are looked for. ``resume``: what depends on
-    the day is as in the run directory. ``gpus`` of this machine; they are counted by default.
-    ConfigError for what cannot be downloaded.
+    config names is run, as before a run; else its files are looked for. ``resume``: values that
+    depend on the day are as in the run directory. ``gpus`` of this machine; they are counted by
+    default. ConfigError for what cannot be downloaded.
     """
     notes: list[str] = []
     if fetch:

@@ -56,7 +56,7 @@ class Training:
     stages: LaunchedStages
     text: Text
     reading: ReadingThread
-    """Reads the prompts of all pipelines: what one has left under way, the next one waits for."""
+    """Reads the prompts of all pipelines: each one waits for the reads of the one before."""
 
     def __post_init__(self) -> None:
         """Makes the first pipeline; see ``_pipeline``."""

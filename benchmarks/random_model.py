@@ -1,4 +1,4 @@
-"""A Qwen3-style model with random weights, for measuring engines: what it says means nothing."""
+"""A Qwen3-style model with random weights, for measuring engines: its texts mean nothing."""
 
 from __future__ import annotations
 

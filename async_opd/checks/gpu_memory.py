@@ -1,4 +1,4 @@
-"""How much of a GPU each engine may take: whatever else lies on the same GPU is counted.
+"""How much of a GPU each engine may take: all other memory on the same GPU is counted.
 
     ┌──────────── a GPU ────────────┐
     │ what works now                │  an engine: gpu_memory_utilization · total

@@ -28,7 +28,7 @@ The trainer and the engines form one NCCL communicator, in which all have to hav
 def own_address(cluster: ClusterConfig) -> str:
     """The address of this process's node, at which the others of the run reach it.
 
-    It is Ray's: what the host's name resolves to may be 127.0.1.1. StageError if the node has no
+    It is Ray's: the host's name may resolve to 127.0.1.1. StageError if the node has no
     interface ``cluster.interface``.
     """
     if cluster.address is None:

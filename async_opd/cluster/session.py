@@ -156,7 +156,7 @@ async def _logs_kept(
 
 
 async def _stream_logs(folder: RayFolder, run_dir: Path, ended: asyncio.Event) -> None:
-    """Copies what workers write, until the run has ended; what failed is tried again.
+    """Copies what workers write, until the run has ended; failed copies are tried again.
 
     Each new error is printed once.
     """

@@ -103,7 +103,8 @@ def reduces_once(train: TrainConfig, entries: int, memory: int) -> bool:
 def resolved(config: RunConfig, device: str) -> RunConfig:
     """The config with the engines' sizes on the device in place of ``auto``.
 
-    ``train.gradient_checkpointing`` stays: what ``auto`` is depends on the student's layers, too.
+    ``train.gradient_checkpointing`` stays: the value of ``auto`` depends on the student's layers,
+    too.
     """
     from async_opd.config.sections.teachers import EngineTeacher
 

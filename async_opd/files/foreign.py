@@ -140,7 +140,7 @@ class ForeignPath:
         return content
 
     def lines(self, most: int = RECORD_BYTES) -> Iterator[str]:
-        """The lines of a regular file; what is not UTF-8 is replaced in them.
+        """The lines of a regular file; bytes that are not UTF-8 are replaced in them.
 
         OSError if one has more than ``LINE_BYTES``, or all together count more than ``most``.
         """

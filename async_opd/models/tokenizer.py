@@ -89,7 +89,7 @@ class Text:
         return made
 
     def chat_of_teacher(self, config: RunConfig, name: str) -> ChatTemplate:
-        """A teacher's template: what its section does not say is the student's."""
+        """A teacher's template: keys that its section does not set are the student's."""
         teacher = config.teachers[name]
         values, system = teacher.chat_template_kwargs, teacher.system_prompt or self.chat.system
         if teacher.own_template:

@@ -11,7 +11,7 @@ from async_opd.models.model_files import is_vision_model
 def image_caches(config: RunConfig, model: str, queue: Queue | None) -> tuple[MediaCache, ...]:
     """The cache of a model's replica, its last argument; none if the model takes no images.
 
-    Without a queue there is none: what the replica is asked then has no images.
+    Without a queue there is none: the replica's requests then have no images.
     """
     if queue is None or not is_vision_model(model):
         return ()

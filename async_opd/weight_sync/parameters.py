@@ -4,10 +4,10 @@
                    └───────────────┼───────────────┘               │
     parameter                 qkv_proj.weight                 o_proj.weight     equal digests
 
-An engine joins some tensors along their first dimension, and gives others another name; what it
-divides, pads or converts is not learned. Once learned, a parameter has to follow what is sent.
-Matrices that are not learned have to change between two comparisons when what is sent does, but for
-those of a frozen tower or projector, which are not sent.
+An engine joins some tensors along their first dimension, and gives others another name; a parameter
+that it divides, pads or converts is not learned. Once learned, a parameter has to follow what is
+sent. Matrices that are not learned have to change between two comparisons when what is sent does,
+but for those of a frozen tower or projector, which are not sent.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class UnlearnedMatrices:
         """The names of those that are as before, although what was sent for them is not.
 
         All of them, if no matrix changed. If some did, those of a kind, such as the fused experts
-        of all layers in all workers, of which none did: what changed in one of them may be another
+        of all layers in all workers, of which none did: a change in one of them may be another
         worker's part, or lost by rounding it to another dtype. One that has the name, dtype and
         shape of a sent tensor is a kind by itself.
         """

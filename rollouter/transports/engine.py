@@ -9,8 +9,8 @@ vLLM loads ``register`` in every one of its processes (entry point ``vllm.genera
 
 An engine on a CPU receives all chunks (``Receiver.staged``) before the first is loaded: a transfer
 that breaks off half-way leaves the old weights as they were. For an engine on a GPU each chunk is
-loaded when it comes, also one in host memory, where every worker would hold the whole model: what
-broke off has to be sent again, as a whole.
+loaded when it comes, also one in host memory, where every worker would hold the whole model: an
+interrupted transfer has to be sent again, as a whole.
 """
 
 from __future__ import annotations

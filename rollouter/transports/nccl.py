@@ -32,7 +32,7 @@ ENTERING_S = 1.0
 
 
 class NcclGroup:
-    """vLLM's PyNcclCommunicator, with bounds: what takes longer is aborted from another thread.
+    """vLLM's PyNcclCommunicator, with bounds: longer calls are aborted from another thread.
 
     An abort ends a broadcast on the GPU as if it had succeeded, and makes vLLM's later ones do
     nothing: this class raises an error in both cases.

@@ -1,8 +1,8 @@
 """kill -9 of the driver between two checkpoints, and its run resumed, against an undisturbed run.
 
 Both are exactly on-policy and reproducible, so that their weights can be compared bit for bit. The
-teacher is the student as it was up to two versions ago, and reads another prompt: a run resumed with
-any other weights in it would learn other ones. The undisturbed run has its checkpoints on a
+teacher is the student as it was up to two versions ago, and gets another prompt: a resumed run
+with any other weights would learn other ones. The undisturbed run has its checkpoints on a
 disk that is too small for two, where that can be had; the other one is in wandb, too.
 """
 

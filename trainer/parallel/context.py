@@ -150,7 +150,7 @@ def share_of(row: AnyRow, rank: int, ranks: int) -> AnyRow:
     """The share of one of the ranks, on the row's device.
 
     Its input and position ids are those of its tokens. ``starts`` and ``longest`` stay those of the
-    whole row; what is added to it is one more sequence. ``rows`` count from the share's start.
+    whole row; its padding is one more sequence. ``rows`` count from the share's start.
     """
     total = row.input_ids.shape[1]
     added = padding(total, ranks)

@@ -107,7 +107,7 @@ class Recorder:
         self._warned = False
 
     def begin(self) -> None:
-        """A step begins: what an earlier one that failed has left of its values is dropped."""
+        """A step begins: values that an earlier, failed step has left are dropped."""
         self._taken = []
 
     def mark(self, packed: Packed, micro_batch: MicroBatch) -> Packed:

@@ -1,4 +1,4 @@
-"""The file of a kept step: what a rank was given, and what came of it.
+"""The file of a kept step: a rank's inputs and results.
 
     record    JSON: headers of the whole batch, loss and other results, digests of weights, config
     samples   those of this rank's micro-batches, as ``trainer.saving.sample_file`` has them

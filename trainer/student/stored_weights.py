@@ -252,7 +252,8 @@ def _places(model: Any) -> Iterator[tuple[str, Place]]:
 def _allocate(model: Any, home: torch.device, device: torch.device) -> None:
     """Replaces all tensors on ``meta`` by uninitialized ones; tied ones stay tied.
 
-    Parameters are at ``home``, buffers on the device; what a GPU reads from host memory is pinned.
+    Parameters are at ``home``, buffers on the device; tensors that a GPU reads from host memory are
+    pinned.
 
     Those that a state dict has are marked, so that transformers initializes none of them, nor any
     that is not on ``meta``, such as an adapter's.

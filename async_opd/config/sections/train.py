@@ -38,7 +38,7 @@ else:
 
 MAX_BFLOAT16_BETA = 0.99
 """A bfloat16 has 8 significant bits. With a decay rate above it, an entry whose gradients vanish
-would keep its moment for ever: what decays is less than the rounding."""
+would keep its moment for ever: the decay is less than the rounding."""
 
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -39,7 +39,7 @@ def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
     try:
         needed, terms = _needed(config)
     except (ModelError, OSError) as error:
-        message = f"{run_dir} has {in_gib(free)}; what the run needs is not known: {error}"
+        message = f"{run_dir} has {in_gib(free)}; the run's need is not known: {error}"
         yield Finding(TOPIC, "warning", message, REMEDY)
         return
     found = f"{run_dir} has {in_gib(free)}, the run keeps at most {in_gib(needed)} ({terms})"

@@ -14,7 +14,7 @@ TOPIC = "memory"
 
 
 def memory(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
-    """A line for each pool; what does not fit is a problem that preflight has found."""
+    """A line for each pool; preflight has reported the pools that do not fit."""
     machine = this_machine(config, device, gpus)
     whose = "each GPU" if device == "cuda" else "this host"
     if machine.total is None:

@@ -68,7 +68,7 @@ def joined_files(draft: Draft) -> None:
 
 
 def log_to(draft: Draft, destinations: Any) -> None:
-    """Loggers by their names there; what is not known is left out."""
+    """Loggers by their names there; unknown ones are left out."""
     names = paths(destinations) if destinations else []
     known = [name for name in ("tensorboard", "mlflow", "trackio") if name in names]
     if "all" not in names and "wandb" not in names:
