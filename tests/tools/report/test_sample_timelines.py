@@ -1,4 +1,4 @@
-"""The lives of traced samples: parts that add up, pauses cut out, and what is left out."""
+"""Timelines of traced samples: parts that add up, pauses cut out, and what is left out."""
 
 from __future__ import annotations
 
