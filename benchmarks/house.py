@@ -1,6 +1,6 @@
 """How large the library is, and how it hangs together.
 
-    python -m benchmarks.house [--root DIR]
+    python -m benchmarks.house [--root DIR] [--walks]
 
     statements            lines without imports, docstrings, comments and blank lines
     statements_of_a_run   of these, those outside async_opd/tools
@@ -12,6 +12,7 @@
     typed                 share of the functions with all types
     test_lines            lines below tests/
     config_rows           rows in docs/config.md
+    frames, hops          with ``--walks``: see benchmarks.walks, which starts two runs
 
 Prints one JSON line last. Exit code 0: the limits are those of tests/test_rooms.py.
 """
@@ -21,12 +22,15 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import networkx
+
+from benchmarks.walks import counts
 
 PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -124,7 +128,10 @@ def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
-    print(json.dumps(measured(parser.parse_args().root)))
+    parser.add_argument("--walks", action="store_true")
+    given = parser.parse_args()
+    walks = counts(Path(tempfile.mkdtemp(prefix="walks"))) if given.walks else {}
+    print(json.dumps(measured(given.root) | walks))
 
 
 if __name__ == "__main__":

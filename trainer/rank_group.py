@@ -11,7 +11,7 @@ Rank 0 decides what is computed; the other ranks hold shards and compute.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -97,9 +97,7 @@ def dispatched(
         raise
 
 
-async def run_with_ranks(
-    rank_group: RankGroup, work: Coroutine[Any, Any, T], grace_s: float = GRACE_S
-) -> T:
+async def run_with_ranks(rank_group: RankGroup, work: Awaitable[T], grace_s: float = GRACE_S) -> T:
     """The result of rank 0's ``work``; raises another rank's failure where there is one.
 
     That failure may be the cause of the work's own error, or leave the work hanging in a collective

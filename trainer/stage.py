@@ -15,12 +15,12 @@ one: the event loop answers calls during a step, and no transport changes the CU
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
@@ -185,9 +185,11 @@ class TrainerStage:
             await self._compute(self._learner.save, self._model_dir, directory)
             await self._free_if_asleep()
 
-    async def _compute(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    def _compute(
+        self, work: Callable[P, T], *args: P.args, **named: P.kwargs
+    ) -> Coroutine[Any, Any, T]:
         """Runs the work on the thread that trains; raises another rank's failure before it."""
-        return await run_with_ranks(self._rank_group, self._computing.run(work, *args, **named))
+        return run_with_ranks(self._rank_group, self._computing.run(work, *args, **named))
 
     async def report(self) -> StageReport:
         """Tokens and busy time since the last report, the version, and what the stage waits for."""

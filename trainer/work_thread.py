@@ -35,12 +35,12 @@ class WorkThread:
         threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
         weakref.finalize(self, self._calls.put, None)
 
-    async def run(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T:
+    def run(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> asyncio.Future[T]:
         """The result of the work. A call that is cancelled before it has begun never begins."""
         done: Future[T] = Future()
         call = partial(contextvars.copy_context().run, work, *args, **named)
         self._calls.put(partial(_complete, done, call))
-        return await asyncio.wrap_future(done)
+        return asyncio.wrap_future(done)
 
 
 def _work(calls: Calls) -> None:

@@ -11,9 +11,10 @@ import asyncio
 import gc
 import importlib
 import inspect
+import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -352,35 +353,41 @@ class Remote:
         found = await self._bounded(listen, timeout_s, "listening", START_KEY)
         return cast(tuple[str, int, int], found)
 
-    async def call(
-        self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
-    ) -> Any:
-        """Calls a method within ``timeout_s``: ``inf`` is unbounded, None the bound of requests."""
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        timeout_s: float | None = None,
+        retry: bool = False,
+        **named: Any,
+    ) -> Coroutine[Any, Any, Any]:
+        """Calls a method within ``timeout_s``: ``inf`` is unbounded, None the bound of requests.
+
+        ``retry``: repeats a call during which the process died and was restarted.
+        """
         bound = self._timeout_s if timeout_s is None else timeout_s
         key = REQUEST_KEY if timeout_s is None else LIVENESS_KEY
         call = partial(self._handle.call.remote, method, args, named)
-        return await self._bounded(call, bound, method, key)
+        return self._bounded(call, bound, method, key, retry)
 
-    async def call_with_retry(
-        self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
+    async def _bounded(
+        self, call: Callable[[], Any], timeout_s: float, what: str, key: str, retry: bool = False
     ) -> Any:
-        """As ``call``, repeated when the process died during the call and was restarted."""
-        while True:
-            try:
-                return await self.call(method, *args, timeout_s=timeout_s, **named)
-            except ProcessRestarts as error:
-                if error.stage != self.name:
-                    raise
-            await asyncio.sleep(RETRY_S)
-
-    async def _bounded(self, call: Callable[[], Any], timeout_s: float, what: str, key: str) -> Any:
         """Calls, and waits for the answer; the remedy names ``key``, which sets the bound."""
         remedy = f"raise {key} if it can take so long; otherwise it hangs" if key else ""
-        try:
-            return await Deadline(self.name).within(timeout_s, what, call(), remedy)
-        except ray.exceptions.RayError as error:
-            failure = to_stage_error(self.name, what, error, self._restarts)
-            raise await self._with_node(failure, what) from error
+        while True:
+            try:
+                if timeout_s == math.inf:
+                    return await call()
+                return await Deadline(self.name).within(timeout_s, what, call(), remedy)
+            except ray.exceptions.RayError as error:
+                failure = to_stage_error(self.name, what, error, self._restarts)
+                # only its own restart: an error of another process comes through this one
+                if not (retry and isinstance(failure, ProcessRestarts)) or (
+                    failure.stage != self.name
+                ):
+                    raise await self._with_node(failure, what) from error
+            await asyncio.sleep(RETRY_S)
 
     async def _with_node(self, failure: StageError, what: str) -> StageError:
         """A death with its machine, if that is lost, or one of several that its log may be on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.rollouter_actor import RollouterService
@@ -73,9 +73,10 @@ def remote(
     """
     name = method.__name__
 
-    async def call(proxy: Proxy, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        make = proxy.remote.call_with_retry if again else proxy.remote.call
-        return cast(Answer, await make(name, *args, timeout_s=timeout_s, **kwargs))
+    def call(
+        proxy: Proxy, /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Coroutine[Any, Any, Answer]:
+        return proxy.remote.call(name, *args, timeout_s=timeout_s, retry=again, **kwargs)
 
     return call
 

@@ -14,10 +14,10 @@ their processes and so owns them: they outlive this actor, and the next one cont
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Displaced, StageError
@@ -194,10 +194,12 @@ class RollouterService:
             if self._broadcast.newest is not None and not self._current.is_set():
                 await self._push()
 
-    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> Coroutine[Any, Any, list[Rollout]]:
         """See Rollouter."""
         answers = self.evaluators or self.stage
-        return await self._calls.run(answers.generate(prompts, sampling))
+        return self._calls.run(answers.generate(prompts, sampling))
 
     async def progress(self) -> Progress:
         """See Rollouter."""
@@ -208,9 +210,9 @@ class RollouterService:
         unresponsive = one.unresponsive + other.unresponsive
         return Progress(one.tokens + other.tokens, one.most + other.most, unresponsive)
 
-    async def events(self, seen: int, wait: bool = True) -> Events:
+    def events(self, seen: int, wait: bool = True) -> Coroutine[Any, Any, Events]:
         """See Rollouter."""
-        return await self.stage.events(seen, wait)
+        return self.stage.events(seen, wait)
 
     async def report(self) -> StageReport:
         """See Rollouter."""
@@ -226,23 +228,23 @@ class RollouterService:
 
     # ── weights ────────────────────────────────────────────────────────────────────────────────
 
-    async def connect(self) -> None:
+    def connect(self) -> Coroutine[Any, Any, None]:
         """See BroadcastSync.connect."""
-        await self._calls.run(self._broadcast.connect())
+        return self._calls.run(self._broadcast.connect())
 
-    async def snapshot(self, version: int) -> WeightMeta:
+    def snapshot(self, version: int) -> Coroutine[Any, Any, WeightMeta]:
         """See BroadcastSync.snapshot. Returns the metadata of its weights."""
-        await self._calls.run(self._snapshot(version))
+        return self._calls.run(self._snapshot(version))
+
+    async def _snapshot(self, version: int) -> WeightMeta:
+        async with self.gpus.snapshot():
+            await self._broadcast.snapshot(version)
         assert self._broadcast.newest is not None
         return self._broadcast.newest[1]
 
-    async def _snapshot(self, version: int) -> None:
-        async with self.gpus.snapshot():
-            await self._broadcast.snapshot(version)
-
-    async def push(self) -> SyncReport:
+    def push(self) -> Coroutine[Any, Any, SyncReport]:
         """See BroadcastSync.push."""
-        return await self._calls.run(self._push())
+        return self._calls.run(self._push())
 
     async def _push(self) -> SyncReport:
         async with self.gpus.push():
@@ -252,9 +254,9 @@ class RollouterService:
 
     # ── replicas ───────────────────────────────────────────────────────────────────────────────
 
-    async def replica_orders(self, seen: int) -> tuple[Order, ...]:
+    def replica_orders(self, seen: int) -> Coroutine[Any, Any, tuple[Order, ...]]:
         """See Orders.after."""
-        return await self.orders.after(seen)
+        return self.orders.after(seen)
 
     async def deliver(self, number: int, answer: StartedReplica | StageError) -> None:
         """See Orders.answer."""

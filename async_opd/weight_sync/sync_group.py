@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from async_opd.core.errors import (
     ProcessDied,
@@ -144,9 +144,9 @@ class SyncGroups:
         """Sets all timings to zero."""
         self.timings = dict.fromkeys(self.timings, 0.0)
 
-    async def snapshot(self, version: int, compare: bool) -> WeightMeta:
+    def snapshot(self, version: int, compare: bool) -> Coroutine[Any, Any, WeightMeta]:
         """Copies the sender's weights out; see WeightSender.snapshot."""
-        return await self._bounded("the snapshot", self._sender.snapshot(version, compare))
+        return self._bounded("the snapshot", self._sender.snapshot(version, compare))
 
     async def evidence(
         self, group: list[int], rows: Sequence[HeldRow]

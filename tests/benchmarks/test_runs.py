@@ -84,6 +84,7 @@ CASES = {
         f"{QUICK} --out {{}} --loss forward_kl --staleness 0.5 --sync-steps 1", "engines"
     ),
     "trainer": Case("--batch 4 --median 16 --pairs 1"),
+    "walks": Case("--out {}", "engines"),
     "weight_sync": Case("--repeats 1 --layers 1", "engines"),
 }
 

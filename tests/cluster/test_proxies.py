@@ -85,16 +85,12 @@ class Process:
 
     def __init__(self) -> None:
         self.host = ActorShell()
-        self.bounds: list[tuple[str, float | None]] = []
+        self.bounds: list[tuple[float | None, bool]] = []
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None, **named: Any) -> Any:
-        self.bounds.append(("call", timeout_s))
-        return await self.host.call(method, args, named)
-
-    async def call_with_retry(
-        self, method: str, *args: Any, timeout_s: float | None, **named: Any
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None, retry: bool, **named: Any
     ) -> Any:
-        self.bounds.append(("call_with_retry", timeout_s))
+        self.bounds.append((timeout_s, retry))
         return await self.host.call(method, args, named)
 
 
@@ -105,7 +101,7 @@ class TestCalls:
         stage = StageProxy(process)
         assert await stage.score([1], fast=True) == ([1], True)
         assert await stage.again([2]) == ([2], False)
-        assert process.bounds == [("call", 5.0), ("call_with_retry", None)]
+        assert process.bounds == [(5.0, False), (None, True)]
 
     @pytest.mark.parametrize("method", ["save", "restore"])
     async def test_what_moves_the_trainers_bytes_is_bounded_by_them(self, method: str) -> None:

@@ -212,18 +212,11 @@ class Starting(Actor):
     async def create(self, actor: Any, restarts: bool) -> Any:
         return self
 
-    async def call(self, method: str, timeout_s: float) -> None:
+    async def call(self, method: str, timeout_s: float, retry: bool) -> None:
         assert (method, timeout_s) == ("connect", math.inf)
-        if self.answer is not None:
+        if self.answer is not None and not retry:  # Remote would repeat it
             raise self.answer
         await asyncio.Event().wait()
-
-    async def call_with_retry(self, method: str, timeout_s: float) -> None:
-        while True:  # as Remote does
-            try:
-                return await self.call(method, timeout_s)
-            except ProcessRestarts:
-                self.answer = None
 
 
 class TestStart:

@@ -23,16 +23,12 @@ from async_opd.models.hub import named_models, with_cached, without_code
 from async_opd.models.model_files import ModelError, ModelFiles
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import Prepared, check_inputs
-from async_opd.tools.doctor.devices import devices
-from async_opd.tools.doctor.disk import disk
 from async_opd.tools.doctor.environment import environment
 from async_opd.tools.doctor.finding import Finding
-from async_opd.tools.doctor.memory import memory
-from async_opd.tools.doctor.network import network
+from async_opd.tools.doctor.machine import devices, disk, memory, network, wandb_login
 from async_opd.tools.doctor.prompts import RenderedPrompt, lengths, rendered, sampled
 from async_opd.tools.doctor.templates import templates
 from async_opd.tools.doctor.vocabularies import vocabularies
-from async_opd.tools.doctor.wandb_login import wandb_login
 
 Servers = Callable[[RunConfig, str], list[Problem]]
 """Finds the problems of teachers' servers."""

@@ -12,10 +12,8 @@ import pytest
 from async_opd.cli import main
 from async_opd.core.errors import Problem
 from async_opd.processes.listening import listening_socket
-from async_opd.tools.doctor.disk import disk
 from async_opd.tools.doctor.examination import ORDER, Examination, examine
-from async_opd.tools.doctor.network import network
-from async_opd.tools.doctor.wandb_login import wandb_login
+from async_opd.tools.doctor.machine import disk, network, wandb_login
 from tests.checks.inputs import EXAMPLE, FEW, GOOD, config, rows
 
 NOT_ASKED = {"teachers", "engines"}

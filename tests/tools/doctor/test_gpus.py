@@ -6,9 +6,7 @@ import pytest
 
 from async_opd.checks.nodes import RESIZE
 from async_opd.models.engine_args import Device
-from async_opd.tools.doctor.devices import devices
-from async_opd.tools.doctor.memory import memory
-from async_opd.tools.doctor.network import network
+from async_opd.tools.doctor.machine import devices, memory, network
 from tests.checks.inputs import config
 
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")

@@ -29,7 +29,7 @@ SPEEDS: dict[str, Any] = {
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less to simulate: what is said is the same."""
     monkeypatch.setattr("async_opd.tools.plan.advice.SAMPLES", 300)
-    monkeypatch.setattr("async_opd.tools.plan.measure.calibration.SAMPLES", 2_000)
+    monkeypatch.setattr("async_opd.tools.plan.measure.measured.SAMPLES", 2_000)
 
 
 def write_config(directory: Path, plan: dict[str, Any] | None, **others: Any) -> str:

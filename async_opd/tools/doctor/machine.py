@@ -1,0 +1,203 @@
+"""Whether this machine suits the run: devices, memory, network, disk and wandb's login.
+
+Each function yields the findings of one topic.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from secrets import token_hex
+
+from async_opd.checkpoint.run_copies import RunCopies
+from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
+from async_opd.checks.nodes import NodeReport, Probe, node_problems, report
+from async_opd.checks.resources import pools
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import StageError
+from async_opd.files.remote import RemoteFile
+from async_opd.models.engine_args import Device
+from async_opd.models.model_files import ModelError
+from async_opd.models.model_size import ModelSize
+from async_opd.processes.listening import listening_socket
+from async_opd.tools.doctor.finding import Finding
+
+
+def devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
+    """A line for the device, and one for each pool. ``gpus``: GPUs of this machine."""
+    where = "of this machine" if config.cluster.joins is None else "of the cluster's driver"
+    asked = ""
+    if config.cluster.joins is not None and config.cluster.device == "auto":
+        asked = " if the cluster has GPUs, which is asked when engines start"
+    yield Finding("devices", "ok", f"all pools compute on {device}{asked}; GPUs {where}: {gpus}")
+    if device == "cpu" and gpus:
+        message = f"cluster.device is cpu, and {gpus} GPUs are not used"
+        yield Finding("devices", "warning", message, "set cluster.device to auto")
+    for pool in pools(config):
+        each = f"{pool.gpus_per_replica} GPU each" if device == "cuda" else "CPU"
+        each += f", those of {pool.shares}" if pool.shares else ""
+        what = "ranks" if pool.name == "train" else "replicas"
+        yield Finding("devices", "ok", f"{pool.name}: {pool.replicas} {what}, {each}, {pool.model}")
+
+
+def memory(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
+    """A line for each pool; preflight has reported the pools that do not fit."""
+    machine = this_machine(config, device, gpus)
+    whose = "each GPU" if device == "cuda" else "this host"
+    if machine.total is None:
+        remedy = "set cluster.gpu_memory_gib to compare the pools with it"
+        yield Finding("memory", "warning", f"the memory of {whose} is not known", remedy)
+    else:
+        yield Finding("memory", "ok", f"{whose} has {in_gib(machine.total)}")
+    try:
+        for pool, processes, where, nbytes, terms in memory_rows(config, machine):
+            found = f"{pool}: {processes} processes of {nbytes} of the {where} each ({terms})"
+            yield Finding("memory", "ok", found)
+    except ModelError as error:
+        yield Finding("memory", "warning", f"unknown: {error.message}", error.remedy)
+
+
+LEAST_PORTS = 8
+"""Fewer free ports may not suffice for a sync that is made again while the last one closes."""
+
+
+def network(config: RunConfig, device: Device) -> Iterator[Finding]:
+    """Findings about this machine; those of other nodes are compared when the run starts."""
+    yield _ports(config.cluster.port_range)
+    probe = Probe(None, "", "", {}, config.cluster.interface)
+    own = report("this machine", probe, device == "cuda" and config.cluster.joins is None)
+    problems = node_problems(NodeReport("", own.versions, own.settings), [own], {})
+    for problem in problems:
+        yield Finding("network", "error", problem.message, problem.remedy)
+    if not problems:
+        yield Finding("network", "ok", f"shared memory: {own.shm_mib} MiB")
+    yield from _shared_folders(config)
+
+
+def _ports(ports: range | None) -> Finding:
+    if ports is None:
+        return Finding("network", "ok", "ports: any free one (cluster.ports)")
+    free = sum(map(_is_free, ports))
+    found = f"cluster.ports: {free} of {len(ports)} ports from {ports.start} on are free here"
+    if free >= LEAST_PORTS:
+        return Finding("network", "ok", found)
+    return Finding("network", "warning" if free else "error", found, "widen cluster.ports")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        listening_socket("127.0.0.1", range(port, port + 1)).close()
+    except (StageError, OSError):
+        return False
+    return True
+
+
+def _shared_folders(config: RunConfig) -> Iterator[Finding]:
+    """In a cluster: the folders that every node needs under the same path."""
+    if config.cluster.joins is None:
+        yield Finding("network", "ok", "one machine: no folder has to be shared")
+        return
+    paths = [config.run_dir, config.student.model, *map(config.teacher_model, config.teachers)]
+    folders = sorted({path for path in paths if path is not None and os.path.isabs(path)})
+    yield Finding(
+        "network",
+        "warning",
+        f"{socket.gethostname()} joins {config.cluster.joins}: every node needs "
+        f"{', '.join(folders) or 'its models in the cache of the hub'} under the same path",
+        "the run compares all nodes before an engine starts, and so does doctor --engines",
+    )
+
+
+CHECKPOINT_BYTES, MODEL_BYTES = 12, 4
+"""At most, for each parameter: float32 weights and both moments; float32 weights."""
+MAKE_ROOM = "make room, choose another run_dir, or lower checkpoint.keep"
+
+
+def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
+    """Findings about the run directory and ``checkpoint.mirror``.
+
+    ``free``: bytes left in the run directory, by default as the disk says.
+    """
+    if config.checkpoint.mirror is not None:
+        yield _mirror(config.checkpoint.mirror)
+    run_dir = Path(config.run_dir or "runs").absolute()
+    there = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        message = f"{run_dir} cannot be written: {there} is not a folder that you may write to"
+        yield Finding("disk", "error", message, "choose another run_dir")
+        return
+    free = shutil.disk_usage(there).free if free is None else free
+    try:
+        needed, terms = _needed(config)
+    except (ModelError, OSError) as error:
+        message = f"{run_dir} has {in_gib(free)}; the run's need is not known: {error}"
+        yield Finding("disk", "warning", message, MAKE_ROOM)
+        return
+    found = f"{run_dir} has {in_gib(free)}, the run keeps at most {in_gib(needed)} ({terms})"
+    yield (
+        Finding("disk", "ok", found)
+        if needed <= free
+        else Finding("disk", "error", found, MAKE_ROOM)
+    )
+
+
+def _mirror(url: str) -> Finding:
+    """Writes a small file to the mirror, and reads and removes it."""
+    probe = RemoteFile(url) / f"doctor-{token_hex(8)}"
+    try:
+        probe.write(b"probe")
+        probe.read(len(b"probe"))
+        probe.remove()
+        newest = RunCopies.at(url).newest()
+    except OSError as error:
+        remedy = "look at the credentials in this environment, and their rights to write and remove"
+        return Finding(
+            "disk", "error", f"{url} (checkpoint.mirror) cannot be used: {error}", remedy
+        )
+    has = "no checkpoint" if newest is None else f"step {newest[0]} of a run, for --resume"
+    return Finding("disk", "ok", f"{url} (checkpoint.mirror) can be written; it has {has}")
+
+
+def _needed(config: RunConfig) -> tuple[int, str]:
+    """Bytes of a run's large files, with the terms. ModelError for a student of the hub."""
+    if not os.path.isdir(config.student.model):
+        raise ModelError("the student's files are not on this machine", "download it first")
+    parameters = ModelSize.of_weights(config.student.model).floats
+    settings, log = config.checkpoint, config.log
+    kept = settings.keep + 1 + (settings.keep_best is not None)
+    kept += 2 * (config.guardrail.mode == "roll_back")
+    models = 1 + (settings.keep_best is not None)
+    terms = {
+        f"{kept} checkpoints, one of them being written": kept * CHECKPOINT_BYTES * parameters,
+        "the trained model": models * MODEL_BYTES * parameters,
+        "log.replay": int(log.replay * log.replay_gib * 2**30),
+        "log.microscope": int((log.microscope.share > 0) * log.microscope.max_mib * 2**20),
+    }
+    listed = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in terms.items() if nbytes)
+    return sum(terms.values()), listed
+
+
+LOGIN = "wandb login, or export WANDB_API_KEY; wandb sync sends an offline run later"
+
+
+def wandb_login(config: RunConfig, mode: Callable[[], str] | None = None) -> Iterator[Finding]:
+    """A line for ``log.wandb``. ``mode``: of wandb's own settings; it asks no server."""
+    wanted = config.log.wandb
+    if wanted in ("off", "offline"):
+        yield Finding("wandb", "ok", f"log.wandb is {wanted}")
+        return
+    from async_opd.observability.wandb_sink import own_mode
+
+    found = (mode or own_mode)()
+    if found == "online":
+        yield Finding(
+            "wandb", "ok", f"a login was found: the run logs to project {config.log.project}"
+        )
+    elif wanted == "online":
+        message = f"log.wandb is online, but wandb's own settings give {found}: there is no login"
+        yield Finding("wandb", "warning", message, LOGIN)
+    else:
+        yield Finding("wandb", "warning", f"the run would be {found}: there is no login", LOGIN)
