@@ -153,9 +153,7 @@ class Training:
             n=job.config.rollout.n,
             notify=job.log.message,
         )
-        verifies_images = job.config.sync.verify_every > 0 and is_vision_model(
-            job.config.student.model
-        )
+        student = job.config.student.model
         made = Pipeline(
             job.config,
             self.stages,
@@ -165,7 +163,7 @@ class Training:
             job.journal,
             self._checkpointer,
             job.start,
-            again or verifies_images,
+            again or (job.config.sync.verify_every > 0 and is_vision_model(student)),
             max(evaluated, default=-1),
             cold_start_of(job, self.text, self.reading),
             self._lr_factor(),

@@ -1,4 +1,4 @@
-"""A teacher's replica's report of its scoring: counters, busy intervals, agreement."""
+"""The scoring report of a teacher's replica: counters, busy intervals, agreement."""
 
 from __future__ import annotations
 

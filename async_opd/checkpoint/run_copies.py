@@ -148,9 +148,7 @@ class RunCopies:
                 left = max(left - len(_Listing.dump_json(copy.files)), 0)
         lineages, left = dict[int, Lineage](), CUT_BYTES
         for step, copy in copies:
-            with suppress(
-                FileNotFoundError, Changed, ValueError
-            ):  # the caller that takes the copy reports it
+            with suppress(FileNotFoundError, Changed, ValueError):  # the copy's reader reports it
                 lineages[step], nbytes = self._lineage(step, copy, left)
                 left -= nbytes
         return Mirrored(copies, lineages, self._roll_backs())

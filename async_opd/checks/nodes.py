@@ -46,9 +46,9 @@ AGREED = (
 """Settings that all members of an NCCL communicator have to have in common."""
 SHARED_MEMORY = "/dev/shm"
 MIN_SHM_MIB = 1024
-"""The need of a node with GPUs: vLLM's workers of one engine pass messages through up to 160 MiB of
-it (10 chunks of ``VLLM_MQ_MAX_CHUNK_BYTES_MB``), NCCL uses it beside, and so does Ray's object
-store. Containers often have 64 MiB."""
+"""Shared memory of a node with GPUs: vLLM's workers of one engine pass messages through up to 160
+MiB of it (10 chunks of ``VLLM_MQ_MAX_CHUNK_BYTES_MB``), NCCL uses it beside, and so does Ray's
+object store. Containers often have 64 MiB."""
 NOTHING = "nothing"
 
 

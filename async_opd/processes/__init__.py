@@ -1,4 +1,4 @@
-"""Processes kept alive and ended: members and their restarts.
+"""Members, their restarts and their ends.
 
 Imports ``config``, ``files``, ``waiting`` and ``core``.
 """

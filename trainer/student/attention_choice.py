@@ -72,7 +72,7 @@ class AttentionNeeds:
 def choose_attention(
     wanted: Attention, platform: Platform, needs: AttentionNeeds, across: bool = False
 ) -> Kind:
-    """The kind of attention. StageError, with reasons, if ``wanted`` or nothing can.
+    """The kind of attention. StageError, with reasons, if there is none for ``wanted``.
 
     ``across``: ranks share each row, so that it computes some heads of all of their tokens.
     """
@@ -129,7 +129,7 @@ def _faults_across_ranks(kind: Kind, needs: AttentionNeeds) -> Iterator[str]:
 
 
 def _faults_of_calls(needs: AttentionNeeds) -> Iterator[str]:
-    """Needs beyond functions that get each sequence by itself, and no mask."""
+    """The needs that functions of single sequences, without a mask, cannot meet."""
     if not needs.lengths:
         yield "the model does not pass the lengths of sequences on to its layers"
     if not needs.windows_known:

@@ -56,9 +56,8 @@ def rendered(config: RunConfig, text: Text, rows: Sequence[Row]) -> list[Rendere
         for one in seen[:1] if equal else seen:
             reader = " and ".join(other.reader for other in seen) if equal else one.reader
             joined = shows.pieces(one.ids, one.pieces, row.images)
-            found[RenderedPrompt(str(row.uid), row.data_source, reader, len(one.ids), joined)] = (
-                None
-            )
+            prompt = RenderedPrompt(str(row.uid), row.data_source, reader, len(one.ids), joined)
+            found[prompt] = None
     return list(found)
 
 

@@ -93,11 +93,8 @@ def _judge(one: PairFigures) -> tuple[Kind, str]:
     headroom = f"{one.headroom.mean:+.1%} ± {one.headroom.stderr:.1%}"
     if one.headroom.exceeds(LEAST_ACCURACY, SURE):
         if one.reach < LEAST_REACH:
-            words = f"nothing to reach: the teacher is better ({headroom}), but the student"
-            return (
-                "nothing_to_reach",
-                f"{words} gives only {one.reach:.0%} of its mass at least 0.1 %",
-            )
+            words = f"nothing to reach: the teacher is better ({headroom}), but the student gives"
+            return "nothing_to_reach", f"{words} only {one.reach:.0%} of its mass at least 0.1 %"
         return "will_teach", f"will teach: the teacher is better ({headroom})"
     if -one.headroom.mean > max(LEAST_ACCURACY, SURE * one.headroom.stderr):
         return "worse", f"worse: the student would forget what it can ({headroom})"
