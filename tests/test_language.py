@@ -15,8 +15,8 @@ from tests.language import findings
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("async_opd", "rollouter", "trainer", "teachers", "benchmarks", "examples")
-BEFORE = "bafd20a"
-"""The last commit without the rule: it holds for subjects of commits that descend from this one,
+BEFORE = "e9df0d2d21fe553586b9132178cf008709de28cb"
+"""The rule holds for subjects of commits that descend from this one,
 and for lines of the change log that are newer."""
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
