@@ -15,9 +15,8 @@ from tests.language import findings
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("async_opd", "rollouter", "trainer", "teachers", "benchmarks", "examples")
-BEFORE = "e9df0d2d21fe553586b9132178cf008709de28cb"
-"""The rule holds for subjects of commits that descend from this one,
-and for lines of the change log that are newer."""
+SINCE = "e9df0d2d21fe553586b9132178cf008709de28cb"
+"""The commit whose descendants, and whose later lines of the change log, the rule reads."""
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
@@ -61,14 +60,14 @@ def test_files_are_in_plain_words() -> None:
 
 
 def test_new_lines_of_the_change_log_are_in_plain_words() -> None:
-    changed = git("diff", "--unified=0", BEFORE, "--", "CHANGELOG.md").splitlines()
+    changed = git("diff", "--unified=0", SINCE, "--", "CHANGELOG.md").splitlines()
     new = "\n".join(line[1:] for line in changed if re.match(r"\+(?!\+\+)", line))
     found = wrong({"new lines of CHANGELOG.md": without_code(new)})
     assert not found, found
 
 
 def test_subjects_of_new_commits_are_in_plain_words() -> None:
-    lines = git("log", "--format=%h %s", "--ancestry-path", f"{BEFORE}..HEAD").splitlines()
+    lines = git("log", "--format=%h %s", "--ancestry-path", f"{SINCE}..HEAD").splitlines()
     found = wrong(dict(line.split(" ", 1) for line in lines))
     assert not found, found
 
