@@ -85,7 +85,7 @@ def test_rows_of_another_folder_are_not_opened(hostile: Path) -> None:
 def test_names_of_files_that_are_none(tmp_path: Path, names: list[str]) -> None:
     (tmp_path / "x.arrow").touch()
     state(tmp_path, names)
-    with pytest.raises(SourceError, match="no datasets directory"):
+    with pytest.raises(SourceError, match="is not a datasets directory"):
         read(tmp_path)
 
 

@@ -42,7 +42,8 @@ def test_a_hub_id_is_one_and_check_says_so(tmp_path: Path) -> None:
     said = checked(tmp_path, "teachers.sort.model=somebody/sorter")
     assert said.code == 0
     assert (
-        "teachers.sort.model: somebody/sorter is not a directory and is taken for a hub" in said.out
+        "teachers.sort.model: somebody/sorter is not a local directory; using it as a hub id"
+        in said.out
     )
     assert "taken for" not in checked(tmp_path).out
 
@@ -384,7 +385,9 @@ def test_a_folder_of_the_working_directory_is_not_taken_for_a_model_of_the_hub(
     assert localize(config, "c.yaml").student.model == str(STUDENT)
     assert asked == [("somebody/sorter", COMMIT)]
     said = checked(tmp_path, "student.model=somebody/sorter")
-    assert "student.model: somebody/sorter is not a directory and is taken for a hub" in said.out
+    assert (
+        "student.model: somebody/sorter is not a local directory; using it as a hub id" in said.out
+    )
     said = checked(tmp_path, "student.model=sorter")
     assert said.code == 2
     assert "no such directory: sorter" in said.err
