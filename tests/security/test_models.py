@@ -45,7 +45,7 @@ def test_a_hub_id_is_one_and_check_says_so(tmp_path: Path) -> None:
         "teachers.sort.model: somebody/sorter is not a local directory; using it as a hub id"
         in said.out
     )
-    assert "taken for" not in checked(tmp_path).out
+    assert "hub id" not in checked(tmp_path).out
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
