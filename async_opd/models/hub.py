@@ -113,7 +113,7 @@ def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str
 
     def from_cache(named: NamedModel) -> str | None:
         directory = _cached(named)
-        note = f"{named.key}.model: {named.model} is not a local directory; using it as a hub id"
+        note = f"{named.key}.model: {named.model} is not a local directory and is used as a hub id"
         if directory is None:
             notes.append(
                 f"{note}; it is not in the local cache: the run can check only after the download "

@@ -234,7 +234,7 @@ def test_a_path_without_a_file_is_refused(tmp_path: Path, path: str, said: str) 
 
 def test_a_pipe_in_place_of_an_image_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         row_of({"prompt": "<image>", "images": ["pipe"]}, tmp_path)
 
 

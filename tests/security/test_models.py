@@ -42,7 +42,7 @@ def test_a_hub_id_is_one_and_check_says_so(tmp_path: Path) -> None:
     said = checked(tmp_path, "teachers.sort.model=somebody/sorter")
     assert said.code == 0
     assert (
-        "teachers.sort.model: somebody/sorter is not a local directory; using it as a hub id"
+        "teachers.sort.model: somebody/sorter is not a local directory and is used as a hub id"
         in said.out
     )
     assert "hub id" not in checked(tmp_path).out
@@ -386,7 +386,8 @@ def test_a_folder_of_the_working_directory_is_not_taken_for_a_model_of_the_hub(
     assert asked == [("somebody/sorter", COMMIT)]
     said = checked(tmp_path, "student.model=somebody/sorter")
     assert (
-        "student.model: somebody/sorter is not a local directory; using it as a hub id" in said.out
+        "student.model: somebody/sorter is not a local directory and is used as a hub id"
+        in said.out
     )
     said = checked(tmp_path, "student.model=sorter")
     assert said.code == 2

@@ -98,7 +98,9 @@ def test_a_resumed_student_has_the_frozen_parts_of_its_files_and_goes_on_with_th
 
 
 def test_a_student_that_reads_text_has_no_part_to_freeze() -> None:
-    with pytest.raises(StageError, match="names vision_tower, and Qwen3ForCausalLM has no part"):
+    with pytest.raises(
+        StageError, match="names vision_tower, and Qwen3ForCausalLM has no vision part"
+    ):
         freeze(tiny_model(), ["vision_tower"])
 
 
