@@ -30,7 +30,7 @@ def _guard_top_level_packages() -> None:
                 f"async_opd needs its own top-level package {name!r} from {here / name}, but "
                 f"`import {name}` finds {won or 'nothing'}. Another distribution installs a "
                 f"package of that name: uninstall it (`pip uninstall {name}`), or give async_opd "
-                f"an environment of its own."
+                f"a separate environment."
             )
 
 

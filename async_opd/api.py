@@ -71,7 +71,7 @@ class CallbackSink(Sink):
             self._failure = error
 
     def close(self, summary: Summary) -> str | None:
-        """Tells all callbacks, and raises the first error: that of a checkpoint, or of one here."""
+        """Calls all callbacks, and raises the first error: that of a checkpoint, or of one here."""
         self.summary = summary
         for callback in self._callbacks:
             try:

@@ -26,7 +26,7 @@ PANIC = "PanicException"
 """The name of what a library in Rust raises for a bug in the library; it is not an Exception."""
 ABOUT = """\
 Trains a student model on its own rollouts, scored by one or more teachers: rollouts, scoring and
-training run at the same time, on GPUs of their own.
+training run at the same time, on dedicated GPUs.
 
 A run is one YAML file. Check it, plan it, then start it:
 

@@ -138,7 +138,7 @@ class ColdStart:
         return [rollout for part in answers for rollout in part]
 
     def _foreign(self, rollout: Rollout) -> str:
-        """What is wrong with a token that the student has no embedding for; empty without one."""
+        """The fault of a token without an embedding in the student; empty if all have one."""
         both = (rollout.prompt.token_ids, rollout.response_ids)
         largest = max(int(ids.max(initial=0)) for ids in both)
         if largest < self.vocabulary or not self.vocabulary:

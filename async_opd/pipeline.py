@@ -255,7 +255,7 @@ class Pipeline:
 
         StageTimeout for a source that hangs; see ``PromptSupply``.
         """
-        async with self._taking:  # nobody else takes the prompts that were read
+        async with self._taking:  # no other task takes the prompts that were read
             if not self.run_state.supply.has(prompts):
                 await self._reading.run(lambda: self.run_state.supply.read(prompts))
             return take()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.images.endpoint_probes import endpoint_probes
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import with_device
@@ -51,7 +51,7 @@ def prepare(
     found = check_inputs(config, where, fetch=fetch, load=load, resume=resume)
     config, inputs = found.config, found.inputs
     problems = [*inputs.problems, *(loss_problems(config, where) if load else [])]
-    shown = shown_to_servers(config, inputs) if load and not problems else {}
+    shown = endpoint_probes(config, inputs) if load and not problems else {}
     problems = problems or check_endpoints(config, where, shown, keys=load)
     if problems:
         raise ConfigError(problems)
@@ -71,9 +71,9 @@ def check_inputs(
 
     ``fetch``: models and data are downloaded, and stand in the config as paths; a cluster to join
     is asked whether it has GPUs, where ``cluster.device`` does not say. ``load``: code that the
-    config names is run, as before a run; else its files are looked for. ``resume``: what depends on
-    the day is as in the run directory. ``gpus`` of this machine; they are counted by default.
-    ConfigError for what cannot be downloaded.
+    config names is run, as before a run; else its files are looked for. ``resume``: values that
+    depend on the day are as in the run directory. ``gpus`` of this machine; they are counted by
+    default. ConfigError for what cannot be downloaded.
     """
     notes: list[str] = []
     if fetch:

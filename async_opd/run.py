@@ -123,9 +123,9 @@ def _run_in(
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
     mirror = Mirror.of(config, run_dir)
-    told = [*_viewers(config, run_dir), *viewers, *([] if mirror is None else [mirror])]
+    sinks = [*_viewers(config, run_dir), *viewers, *([] if mirror is None else [mirror])]
     with (
-        RunLog(config, run_dir, before=before, viewers=told) as log,
+        RunLog(config, run_dir, before=before, viewers=sinks) as log,
         Journal(run_dir / LEDGER, size) as journal,
     ):
         if mirror is not None:
@@ -137,7 +137,7 @@ def _run_in(
 
 
 def _viewers(config: RunConfig, run_dir: Path) -> list[Sink]:
-    """What shows the run: to ``async_opd watch``, and on the console of the config."""
+    """The sinks for viewers: ``async_opd watch``, and the console of the config."""
     console = open_console(config)
     return [LiveFile(run_dir), *([] if console is None else [console])]
 

@@ -33,7 +33,7 @@ from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.grading.evaluation_set import evaluation_of
 from async_opd.job import Job
-from async_opd.models.model_files import sees
+from async_opd.models.model_files import is_vision_model
 from async_opd.models.model_size import ModelSize
 from async_opd.models.tokenizer import Text
 from async_opd.observability.stall import teachers_s
@@ -56,7 +56,7 @@ class Training:
     stages: LaunchedStages
     text: Text
     reading: ReadingThread
-    """Reads the prompts of all pipelines: what one has left under way, the next one waits for."""
+    """Reads the prompts of all pipelines: each one waits for the reads of the one before."""
 
     def __post_init__(self) -> None:
         """Makes the first pipeline; see ``_pipeline``."""
@@ -116,7 +116,7 @@ class Training:
             raise error
         self.pipeline.rewound = True
         await self._settle()
-        # first: a run that is killed in between goes back all the same, since its lineage tells
+        # first: a run that is killed in between goes back all the same, since its lineage marks
         # the checkpoints that it has left, here and at the mirror
         self._begin_after(job.store.before(error.step - config.window))
         one = RollBack(error.step, error.found, self._checkpointer.lineage)
@@ -139,7 +139,7 @@ class Training:
         """The next pipeline, which has read what its first prompts need.
 
         Far into a streamed source that may take long: not for the driver's event loop. ``again``:
-        the engines may have weights of any version. Those of a student that sees are compared with
+        the engines may have weights of any version. Those of a VLM student are compared with
         the trainer before anything is sampled, since images can be prepared in many ways.
         """
         job = self.job
@@ -153,6 +153,7 @@ class Training:
             n=job.config.rollout.n,
             notify=job.log.message,
         )
+        student = job.config.student.model
         made = Pipeline(
             job.config,
             self.stages,
@@ -162,7 +163,7 @@ class Training:
             job.journal,
             self._checkpointer,
             job.start,
-            again or (job.config.sync.verify_every > 0 and sees(job.config.student.model)),
+            again or (job.config.sync.verify_every > 0 and is_vision_model(student)),
             max(evaluated, default=-1),
             cold_start_of(job, self.text, self.reading),
             self._lr_factor(),

@@ -110,7 +110,7 @@ async def decisions_per_s(replicas: int, count: int) -> float:
 
 
 async def engines(count: int) -> list[Remote]:
-    """Replicas in processes of their own."""
+    """Replicas in separate processes."""
     remotes = [Remote.create(f"teacher t/{index}", timeout_s=60) for index in range(count)]
     await asyncio.gather(*(r.build("benchmarks.balancer:Engine", (), 60) for r in remotes))
     return remotes

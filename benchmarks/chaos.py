@@ -1,4 +1,4 @@
-"""What random kills cost a run: processes die every so many seconds, then the ledger is audited.
+"""The cost of random kills: processes die every so many seconds, then the ledger is audited.
 
     python -m benchmarks.chaos --minutes M --seed S [--every 30] [--out DIR] [a.b.c=value …]
 
@@ -66,7 +66,7 @@ EXPECTED_RATIO = 0.6
 
 @dataclass
 class Run:
-    """``async_opd run`` in a process of its own, seen through its files."""
+    """``async_opd run`` in a separate process, observed through its files."""
 
     directory: Path
     steps: int
@@ -152,7 +152,7 @@ class Blows:
         """Until the run ends; a kill waits until the one before is repaired."""
         due = time.monotonic() + self.every
         while not self._ends_within(max(due - time.monotonic(), 0)):
-            heard = self._heard()
+            repairs = self._repairs()
             what = self._kill()
             if what is None:
                 due = time.monotonic() + POLL_S
@@ -161,12 +161,12 @@ class Blows:
             began = time.monotonic()
             due = began + self.every
             print(f"{time.strftime('%X')} kill {self.kills}: {what}", flush=True)
-            while self._heard() == heard and not self._ends_within(POLL_S):
+            while self._repairs() == repairs and not self._ends_within(POLL_S):
                 if time.monotonic() - began > STALL_S:
                     print(f"no recovery within {STALL_S:g} s", flush=True)
                     self.run.process.send_signal(signal.SIGINT)
                     return
-            if self._heard() > heard:
+            if self._repairs() > repairs:
                 self.recoveries += 1
                 took = time.monotonic() - began
                 print(f"{time.strftime('%X')} repaired after {took:.1f} s", flush=True)
@@ -186,8 +186,8 @@ class Blows:
             return None
         return f"{box}, its {role}, {'stopped' if stop else 'killed'}"
 
-    def _heard(self) -> int:
-        """How often the run has told of a repair."""
+    def _repairs(self) -> int:
+        """Number of repairs in the run's log."""
         log = self.run.log.replace("trainer is rebuilt", "")  # the run has yet to go on
         return sum(log.count(words) for words in RECOVERED)
 

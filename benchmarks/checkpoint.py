@@ -126,7 +126,7 @@ def measured(spec: RankSpec, sizes: argparse.Namespace, way: Way, folder: str) -
 
 
 def checkpoints(sizes: argparse.Namespace, way: Way) -> dict[str, float]:
-    """Figures of one way, of two ranks in processes of their own."""
+    """Figures of one way, of two ranks in separate processes."""
     with tempfile.TemporaryDirectory() as folder:
 
         def lead(spec: RankSpec | None, _: RankGroup) -> dict[str, float]:

@@ -70,7 +70,7 @@ ADAPTER_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, A
     "adapter without a layer": lambda new, old: {n: t for n, t in new.items() if "1.mlp" not in n},
     "adapter scaled": lambda new, old: {n: t * 1.5 if "lora_B" in n else t for n, t in new.items()},
 }
-"""What is loaded in place of a new adapter."""
+"""The weights that are loaded in place of a new adapter."""
 
 
 def loading(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], old: Any) -> Any:

@@ -85,7 +85,7 @@ def mean_difference(one: Sequence[Any], other: Sequence[Any]) -> float:
 
 
 async def digest_seconds(w: World, times: int = 20) -> float:
-    """What the digests of what is received take in one sync, at both ends."""
+    """The time of the digests in one sync, at both ends."""
     started = time.perf_counter()
     for _ in range(times):
         digests = Digests(torch)

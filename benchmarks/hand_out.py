@@ -1,16 +1,16 @@
-"""What the hand-out of samples to the trainer's ranks moves, and how long it takes.
+"""The bytes and the time of the hand-out of samples to the trainer's ranks.
 
     queue actor ──headers──► this process, rank 0: HandOut ──Share──► actors, ranks 1 … N-1
          └──each rank's own samples──► every rank
 
-The classes of a run, in processes of their own, without a student: batches of samples with scores
-of the top 64 are dealt out one after the other, and nothing is computed meanwhile, so that all of
+The classes of a run, in separate processes, without a student: batches of samples with scores
+of the top 64 are assigned one after the other, and nothing is computed meanwhile, so that all of
 the hand-out's time shows. All samples are in the queue before.
 
     payload_mib   of a step's samples
     rank_0        bytes that enter and leave rank 0's process in a step, pickled, over the payload
     beside_own    the same without the samples that rank 0 computes: headers, shares, answers
-    hand_out_s    median seconds of a step's hand-out; bytes are counted in steps of their own
+    hand_out_s    median seconds of a step's hand-out; bytes are counted in separate steps
 
 ``python -m benchmarks.hand_out`` prints one JSON object last, with a row for each number of ranks.
 """
@@ -123,7 +123,7 @@ class CountedRanks(RemoteRankGroup):
         return call
 
 
-async def dealt(ranks: int, case: Case, steps: int) -> dict[str, float]:
+async def one_size(ranks: int, case: Case, steps: int) -> dict[str, float]:
     """Medians over ``steps`` timed steps, after one; bytes of as many steps after them."""
     queue_actor = Remote.create("queue", timeout_s=BOUND_S)
     room = (2 * steps + 2) * case.batch
@@ -147,7 +147,7 @@ async def dealt(ranks: int, case: Case, steps: int) -> dict[str, float]:
     for step in range(2 * steps + 1):
         queue.counts = step > steps
         started = time.perf_counter()
-        now = await asyncio.wait_for(hand_out._deal(), BOUND_S)  # nothing is dealt out ahead
+        now = await asyncio.wait_for(hand_out._assign(), BOUND_S)  # nothing is assigned ahead
         assert batcher.commit(now.batch, 0)
         if 0 < step <= steps:
             seconds.append(time.perf_counter() - started)
@@ -178,7 +178,7 @@ async def measure(ranks: Sequence[int], case: Case, steps: int) -> dict[str, Any
     """A row for each number of ranks."""
     found = {}
     for count in ranks:
-        found[str(count)] = await dealt(count, case, steps)
+        found[str(count)] = await one_size(count, case, steps)
         print(count, found[str(count)], flush=True)
     return found
 

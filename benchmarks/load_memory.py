@@ -7,8 +7,8 @@ process has once it has imported everything and joined the others: pages of the 
 kernel maps and drops as it likes, do not count. ``load_peak_ratio`` is the peak until all weights
 are read, over the bytes of the rank's own parameters; the worst rank of all runs.
 ``check_peak_ratio`` is the peak of the passes that check the student's logits afterwards: they
-gather the embedding, the head and one block at a time in float32, which training gathers too. What
-the C library keeps of memory that was freed counts, too.
+gather the embedding, the head and one block at a time in float32, which training gathers too. Freed
+memory that the C library keeps counts, too.
 
 ``python -m benchmarks.load_memory`` prints one JSON object last.
 """
@@ -48,7 +48,7 @@ MAKE_S = 300.0
 
 @dataclass(frozen=True)
 class LoadMemory:
-    """Bytes of one rank: of its own parameters, and at most while loading and while checking."""
+    """Bytes of one rank: of its parameters, and at most while loading and while checking."""
 
     share: int
     load_peak: int
@@ -115,7 +115,7 @@ def load_memory(model: Path, ranks: int) -> LoadMemory:
 
 
 def model_in_child(path: Path, **sizes: Any) -> None:
-    """``make_model`` in a process of its own.
+    """``make_model`` in a separate process.
 
     Memory that this process had used and freed would be the ranks' from the start: they are forked.
     RuntimeError where it fails or takes longer than ``MAKE_S``.

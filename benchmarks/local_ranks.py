@@ -43,7 +43,7 @@ class Pipes:
         return lambda: [end.recv() for end in self._ends]
 
     def mark_broken(self) -> None:
-        """Whoever waits for them fails too."""
+        """Calls that wait for them fail too."""
 
     async def failure(self) -> StageError:
         """A closed pipe ends the order that meets it."""
@@ -51,7 +51,7 @@ class Pipes:
 
 
 def in_processes(ranks: int, lead: Lead, follow: Follow, timeout_s: float) -> Any:
-    """What ``lead`` returns in the process of the first rank. Each has one CPU thread at first:
+    """The result of ``lead`` in the process of the first rank. Each has one CPU thread at first:
 
     the threads of a pool that this process has used are not there after a fork, and are waited for.
     EOFError or TimeoutError where it fails, hangs or takes longer.

@@ -5,7 +5,7 @@
 
 Forward KL, forward and backward, float32 on CPU: 2048 tokens, vocabulary 151,936, hidden 256; over
 the teacher's top 64 with a bucket for the rest, and over the full vocabulary from the teacher's
-hidden states (its head has hidden 256 too). Every measurement is a process of its own, the two ways
+hidden states (its head has hidden 256 too). Every measurement is a separate process, the two ways
 in turn; peak memory is the rise of the resident set's high-water mark over what the inputs take.
 
 ``python -m benchmarks.losses`` prints one JSON object last; ratios are ours over straightforward,

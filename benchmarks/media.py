@@ -69,7 +69,7 @@ class Counted:
 
 
 class Consumer:
-    """What all consumers have: the counted queue, and a cache of images that fetches from it."""
+    """Shared by all consumers: the counted queue, and a cache of images that fetches from it."""
 
     def __init__(self, queue: QueueProxy) -> None:
         self.queue: Any = Counted(queue)
@@ -135,7 +135,7 @@ class Scorer(Consumer):
 
 
 class Rank(Consumer):
-    """A rank of the trainer: it fetches the samples that it is dealt, and their images."""
+    """A rank of the trainer: it fetches the samples that it is assigned, and their images."""
 
     async def compute(self, leased: dict[int, list[Any]]) -> int:
         """The number of samples."""
@@ -160,7 +160,7 @@ def prompts(count: int, image_bytes: int) -> list[Prompt]:
 
 
 async def actor(kind: str, name: str, *args: Any) -> Remote:
-    """A process of its own with an object of this module."""
+    """A separate process with an object of this module."""
     made = Remote.create(name, timeout_s=BOUND_S)
     await made.build(f"benchmarks.media:{kind}", args, BOUND_S)
     return made
@@ -208,7 +208,7 @@ async def measured(steps: int, n: int, ranks: int, students: int, kib: int) -> d
 
 
 async def train(queue: Any, ranks: Sequence[Remote], ledger: Ledger, step: int) -> None:
-    """One batch: leased as headers, dealt to the ranks sample by sample, and acknowledged."""
+    """One batch: leased as headers, assigned to the ranks sample by sample, and acknowledged."""
     lease = await queue.get(SCORED, BATCH, BATCH, payloads=False)
     headers = [header for batch in lease.batches for header in batch.headers]
     shares = [[one.uid for one in headers[rank :: len(ranks)]] for rank in range(len(ranks))]

@@ -1,4 +1,4 @@
-"""What the memory planner says of a rank, over what torch's memory tracker counts.
+"""The memory planner's bytes of a rank, over those of torch's memory tracker.
 
     async_opd.memory.step ──planned──┐
     MemTracker, FSDPMemTracker ──────┴──► ratios by term

@@ -1,4 +1,4 @@
-"""What it costs the trainer to record tokens: steps with ``log.microscope`` against steps without.
+"""The trainer's cost of recording tokens: steps with ``log.microscope`` against steps without.
 
 One learner (``benchmarks.trainer``'s model and batches: top-64 scores, float32, one thread) takes
 turns: a step that records, one that does not, one that does not, one that records, … The step's
@@ -57,7 +57,7 @@ def recorder(folder: Path, share: float) -> Recorder:
 
 
 def batches(size: int, median: int) -> Iterator[list[Sample]]:
-    """Batches of samples with uids of their own, of which the recorder chooses."""
+    """Batches of samples with different uids, of which the recorder chooses."""
     draw, index = np.random.default_rng(0), 0
     while True:
         drawn = lengths(draw, size, median, equal=False)

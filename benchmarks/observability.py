@@ -1,4 +1,4 @@
-"""What it costs to see a run: everything on against everything off, in CPU seconds.
+"""The cost of observing a run: everything on against everything off, in CPU seconds.
 
     python -m benchmarks.observability [--blocks N] [--students N] [--batch N]
 

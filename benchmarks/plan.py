@@ -42,7 +42,7 @@ SEEDS = 5
 
 
 def setting(case: Case, samples: int) -> Setting:
-    """The case as the planner sees it, with as many steps as are measured."""
+    """The case as the planner gets it, with as many steps as are measured."""
     decode, score, train = speeds(case)
     config = case.config
     plan = PlanConfig.model_validate(

@@ -83,7 +83,7 @@ class Recipe:
 
     ``template``: the prompts that it learns: ``run`` (those of the run), ``own`` (wrapped),
     ``both`` (in turn), or ``marked``: those of the run, six of seven with a mark before the answer.
-    ``most``: different numbers that it sees; few of them are learned by heart.
+    ``most``: different numbers that it reads; few of them are learned by heart.
     """
 
     task: str
@@ -202,7 +202,7 @@ class TorchModel:
     @torch.no_grad()
     def _score(self, batch: Batch) -> Batch:
         begun = time.perf_counter()
-        rollouts = [one.seen_by_teacher for one in unpack(Rollout, [batch])]
+        rollouts = [one.for_teacher for one in unpack(Rollout, [batch])]
         longest = max(one.tokens for one in rollouts)
         ids = np.zeros((len(rollouts), longest), np.int64)
         for row, one in zip(ids, rollouts, strict=True):

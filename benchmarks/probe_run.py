@@ -53,7 +53,7 @@ def config_of(steps: int) -> RunConfig:
 
 
 class _Silent:
-    """What the pipeline asks of a stage that has nothing to tell."""
+    """The pipeline's calls of a stage that has nothing to report."""
 
     async def progress(self) -> Progress:
         return Progress(0)
@@ -166,7 +166,7 @@ class Log:
     """Keeps nothing but messages."""
 
     last: dict[str, float] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def summarize(self, metrics: Mapping[str, float]) -> None: ...
@@ -175,7 +175,7 @@ class Log:
 
     def message(self, text: str, level: str = "info") -> None:
         """Keeps it."""
-        self.told.append(text)
+        self.messages.append(text)
 
     def dead_letter(self, letter: Any) -> None:
         """None may be lost."""

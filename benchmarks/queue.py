@@ -73,7 +73,7 @@ def sample(case: Case, index: int) -> Sample:
 
 
 class Relay:
-    """What a bare actor can do: it keeps what it gets and gives it on."""
+    """A bare actor: it keeps each message and passes it on."""
 
     def __init__(self) -> None:
         self._items: asyncio.Queue[Any] = asyncio.Queue(DEPTH)
@@ -91,7 +91,7 @@ class Relay:
 
 
 class Client:
-    """A producer or a consumer in a process of its own."""
+    """A producer or a consumer in a separate process."""
 
     def prepare(self, case: Case, batch: int) -> None:
         """Packs one batch that is put again and again: packing is not the queue's work."""

@@ -1,4 +1,4 @@
-"""A Qwen3-style model with random weights, for measuring engines: what it says means nothing."""
+"""A Qwen3-style model with random weights, for measuring engines: its texts mean nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 def make_model(
     path: Path, *, vocabulary: int, layers: int = 8, hidden: int = 256, half: bool = False
 ) -> Path:
-    """Writes it; positions up to 4096, float32 or ``half`` bfloat16, a head of its own."""
+    """Writes it; positions up to 4096, float32 or ``half`` bfloat16, an untied head."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -43,7 +43,7 @@ TRAIN = TrainConfig(lr=1e-4, steps=100, warmup_steps=0)
 
 
 @dataclass(frozen=True)
-class Seen:
+class Measured:
     """Of one trainer: seconds of each step, tokens of each, its first rank's bytes, its weights."""
 
     seconds: list[float]
@@ -96,11 +96,11 @@ def _sample(draw: np.random.Generator, index: int, length: int) -> Sample:
     return Sample(rollout, TopK(support.astype(np.int32), logprobs.astype(np.float32), own))
 
 
-def measured(ranks: int, sizes: argparse.Namespace) -> Seen:
+def measured(ranks: int, sizes: argparse.Namespace) -> Measured:
     """Steps of a trainer with so many ranks."""
     objective = build_objective(ForwardKLConfig())
 
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> Seen:
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> Measured:
         model = student(sizes.layers)
         mesh = None if spec is None else join_mesh(spec, CPU)
         learner = Learner(Rank(model, objective, TRAIN, CPU, mesh=mesh), rank_group=rank_group)
@@ -112,13 +112,13 @@ def measured(ranks: int, sizes: argparse.Namespace) -> Seen:
             seconds.append(time.perf_counter() - started)
         weights = {name: weight.numpy() for name, weight in learner.named_weights()}
         tokens = sum(sample.rollout.tokens for sample in batches[-1])
-        return Seen(seconds[1:], tokens, held(learner), weights)
+        return Measured(seconds[1:], tokens, held(learner), weights)
 
     def follow(spec: RankSpec) -> Follower:
         model = student(sizes.layers)
         return Follower(Rank(model, objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
 
-    found: Seen = in_processes(ranks, lead, follow, 600)
+    found: Measured = in_processes(ranks, lead, follow, 600)
     return found
 
 
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     sizes = parser.parse_args()
-    runs: dict[int, list[Seen]] = {1: [], sizes.ranks: []}
+    runs: dict[int, list[Measured]] = {1: [], sizes.ranks: []}
     for _ in range(sizes.repeats):
         for ranks, seen in runs.items():
             seen.append(measured(ranks, sizes))

@@ -154,7 +154,7 @@ async def timed(way: Way, items: Sequence[Rollout]) -> tuple[float, float]:
 def load_vllm() -> None:
     """For CPUs, and where no frame holds an engine.
 
-    An error that is kept somewhere below keeps the frames of who imports it, and what is in them:
+    An error that is kept somewhere below keeps the frames of its importers, and what is in them:
     an engine would live until the interpreter ends, and its finalizer then fails.
     """
     os.environ.update(engine_env("cpu"))

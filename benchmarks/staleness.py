@@ -1,4 +1,4 @@
-"""What staleness costs and buys: the quickstart's real task under every s, K and divergence.
+"""Costs and gains of staleness: the quickstart's real task under every s, K and divergence.
 
     python -m benchmarks.staleness [--out DIR] [--staleness 0 0.5] [--sync-steps 1] [--loss …]
 
@@ -38,7 +38,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What a cell's run measured. Accuracies are shares of the evaluation's prompts.
+    """The figures of a cell's run. Accuracies are shares of the evaluation's prompts.
 
     ``train_s`` are the seconds of all steps, without start and evaluations; ``samples_per_s`` is
     the median over steps; staleness is in weight versions.

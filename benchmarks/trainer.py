@@ -10,8 +10,8 @@ A random Qwen3 model (4 layers, hidden 256, vocabulary 2048, so that the head ha
 of a 4B student), top-64 scores, float32, one thread. Lengths of prompt and response are log-normal
 with sigma 1, cut at 16 times the median, or all equal. The forms take turns; ratios are medians of
 pairs, of useful tokens (those of samples) per second. ``useless_share`` are tokens that the decoder
-computed in packed rows, and which are no sample's. ``difference`` is the largest relative one of
-the losses of all forms, which begin with the same weights.
+computed in packed rows, and which belong to no sample. ``difference`` is the largest relative one
+of the losses of all forms, which begin with the same weights.
 
 ``python -m benchmarks.trainer`` prints one JSON object last.
 """

@@ -98,7 +98,7 @@ async def generate(replica: Any) -> None:
 
 
 class Bare:
-    """The parts of a sync that nobody can spare, on the connection of the sync."""
+    """The parts of a sync that cannot be left out, on the connection of the sync."""
 
     def __init__(self, replicas: Sequence[Any], publisher: Any, chunk_bytes: int) -> None:
         self._replicas, self._publisher, self._chunk_bytes = replicas, publisher, chunk_bytes

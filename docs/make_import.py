@@ -12,7 +12,7 @@ MARK = "<!-- tables, by python docs/make_import.py -->\n"
 
 
 def cells(entry: Entry) -> tuple[str, str]:
-    """What becomes of a key, and its default there if a missing key is written out."""
+    """The use of a key, and its default there if a missing key is written out."""
     if isinstance(entry, Meaningless):
         return f"no meaning here: {entry.reason}", ""
     if not isinstance(entry, To):

@@ -67,7 +67,7 @@ def page_of(name: str) -> str:
 
 
 def text_of(name: str) -> str:
-    """What the page of a file outside of docs/ says: a Markdown file itself, or texts of files."""
+    """The page of a file outside of docs/: a Markdown file itself, or texts of files."""
     path = ROOT / name
     if path.suffix == ".md":
         return path.read_text(encoding="utf-8")

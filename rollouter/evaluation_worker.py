@@ -59,7 +59,7 @@ class EvaluationWorker:
         await self._broken_off.wait()
 
     def stop(self) -> None:
-        """Ends all answers that were asked for until now: nobody waits for them any more."""
+        """Ends all answers that were asked for until now: no caller waits for them any more."""
         self._stopped.set()
         self._stopped = asyncio.Event()
 

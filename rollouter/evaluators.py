@@ -40,7 +40,7 @@ class Evaluators:
     async def added_to(self, report: StageReport) -> StageReport:
         """The report of the rollout replicas, and what these replicas did since the last one.
 
-        ``rebuilds`` are those of all. What these replicas computed is in the trace and in
+        ``rebuilds`` are those of all. The work of these replicas is in the trace and in
         ``eval_busy_s``, and in no other counter or busy share: none of it is a rollout.
         """
         own = await self.stage.report()

@@ -1,4 +1,4 @@
-"""What a student engine's worker says about its weights: an extension of vLLM's worker.
+"""A student engine's worker reports its weights: an extension of vLLM's worker.
 
     record_received ──► (transport) ──► model.load_weights ──► layers ──► packed by CPU kernels
                                           │ each tensor on its way           │ before it is packed

@@ -1,4 +1,4 @@
-"""How a student engine scores held rows: vLLM's prompt log-probabilities, in seats of their own."""
+"""How a student engine scores held rows: vLLM's prompt log-probabilities, in separate seats."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ QUANTIZED_ROUNDING = 2.0**-4
 
 TF32_ROUNDING = 2.0**-11
 """The same of TF32: vLLM's attention on GPUs in float32 is Triton's (``TRITON_ATTN``), whose
-``tl.dot`` rounds its operands to TF32 unless told otherwise."""
+``tl.dot`` rounds its operands to TF32 by default."""
 
 
 ADAPTER = LoRARequest("student", ADAPTER_ID, "sent by the trainer")
-"""What every request to an engine with an adapter names. vLLM never reads the path: the adapter is
-always loaded."""
+"""The adapter that every request to an engine with an adapter names. vLLM never reads the path: the
+adapter is always loaded."""
 
 
 def with_seats(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What goes into the engine, and comes out: lists of a final output become a rollout's arrays."""
+"""The engine's inputs and outputs: lists of a final output become a rollout's arrays."""
 
 from __future__ import annotations
 

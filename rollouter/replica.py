@@ -360,7 +360,7 @@ class StudentReplica:
 
     @property
     def _waits_for(self) -> str:
-        """What the engine waits for now; '' if it computes."""
+        """The engine's wait now; '' if it computes."""
         return "" if self._activity.depth and not self._mixed else WAITS[self._cause()]
 
     def _cause(self) -> str:

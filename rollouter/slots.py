@@ -1,6 +1,6 @@
 """Slots bound the number of rollouts that a replica samples at the same time.
 
-Evaluations have slots of their own beside them, the fewer the more rollouts run: no rollout waits
+Evaluations have separate slots beside them, the fewer the more rollouts run: no rollout waits
 for a slot because of an evaluation.
 
 The number is fixed, or follows the engine: ``AdaptiveLimit`` reads its waiting requests, its

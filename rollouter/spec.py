@@ -1,4 +1,4 @@
-"""What a student replica is built from. Imports no vLLM, so that every process may import it."""
+"""The specification of a student replica. Imports no vLLM, so that every process may import it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from async_opd.core.uid import Uid
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.models.adapted import adapter_kwargs
 from async_opd.models.engine_args import Device, engine_kwargs
-from async_opd.models.model_files import sees
+from async_opd.models.model_files import is_vision_model
 from rollouter.transports import chosen
 
 
@@ -21,9 +21,9 @@ from rollouter.transports import chosen
 class StudentEngineSpec:
     """One replica. ``kwargs`` come from ``async_opd.models.engine_args``.
 
-    ``top_k`` is the number of its own best tokens that it returns at each position, 0 if the
+    ``top_k`` is the number of its best tokens that it returns at each position, 0 if the
     objective needs none; ``grader`` gives the task reward, in runs with one. With a ``seed`` every
-    rollout has a seed of its own, derived from it and the uid. ``incarnation`` counts the restarts.
+    rollout has a different seed, derived from it and the uid. ``incarnation`` counts the restarts.
     ``beside``: see ``async_opd.models.engine_args.fitted``. One that ``evaluates`` takes no prompts
     of the queue, and grades no rewards.
     """
@@ -64,7 +64,7 @@ class StudentEngineSpec:
                 tensor_parallel=rollout.tensor_parallel,
                 seed=config.seed + index,
                 trust_remote_code=config.student.trust_remote_code,
-                images=config.data.max_images if sees(config.student.model) else 0,
+                images=config.data.max_images if is_vision_model(config.student.model) else 0,
                 processor_kwargs=config.student.processor_kwargs,
                 sleeps=not evaluates
                 and (

@@ -37,7 +37,7 @@ REPORT_S = 10.0
 
 
 class RolloutReplica(Protocol):
-    """What the stage needs of a student replica."""
+    """The methods of a student replica that the stage needs."""
 
     @property
     def consumer(self) -> str:
@@ -173,7 +173,7 @@ class RollouterStage:
         )
 
     def _waits_for(self, merged: StageReport) -> str:
-        """What the pool waits for now; '' if a replica computes."""
+        """The pool's wait now; '' if a replica computes."""
         if not self.members.serving:
             return "a replica that is being rebuilt"
         if merged.waits_for and not self._current.is_set():

@@ -36,7 +36,7 @@ def check(name: str, rollouts: Batch, samples: Batch) -> None:
     try:
         found = unpack(Sample, [samples])
     except TypeError as error:
-        raise StageError(name, f"it answered with items that are no samples: {error}") from error
+        raise StageError(name, f"it answered with items that are not samples: {error}") from error
     for sample in found:
         _check(name, sample)
 

@@ -1,4 +1,4 @@
-"""What a teacher's replica reports of its scoring: counters, busy intervals, agreement."""
+"""The scoring report of a teacher's replica: counters, busy intervals, agreement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from async_opd.observability.activity import Activity
 from async_opd.waiting.race import gather_or_cancel
 
 IDLE = "rollouts"
-"""What a replica that scores nothing waits for; its pool and the stage may know another reason."""
+"""The wait of a replica that scores nothing; its pool and the stage may know another reason."""
 COUNTERS = ("tokens", "samples", "batches", "gap", "gap_tokens")
 
 

@@ -14,7 +14,7 @@ from async_opd.core.stages import SamplingSpec
 
 
 class ScoringReplica(Protocol):
-    """What the pool needs of a teacher replica."""
+    """The methods of a teacher replica that the pool needs."""
 
     async def score(self, batch: Batch) -> Batch: ...
 

@@ -59,7 +59,7 @@ class TeacherReplica:
 
     async def _score(self, rollout: Rollout) -> Sample:
         """The sample; its rollout has no student's top-k any more, which the scores contain."""
-        seen, uid = rollout.seen_by_teacher, rollout.uid
+        seen, uid = rollout.for_teacher, rollout.uid
         await self._unpaused.wait()
         scores = await self._scoring.score(seen, self._next_id(uid))
         return Sample(rollout.without_teacher_inputs, scores)
@@ -82,7 +82,7 @@ class TeacherReplica:
         asked = asdict(replace(sampling, n=1)) | {"stop_token_ids": list(self._spec.eos_ids)}
         await self._unpaused.wait()
         with self._meter.activity.busy():
-            seen, request_id = prompt.seen_by_teacher, self._next_id(uid)
+            seen, request_id = prompt.for_teacher, self._next_id(uid)
             output = await self._scoring.answer(seen, asked, request_id)
         found = output.outputs[0]
         finish: FinishReason = "stop" if found.finish_reason == "stop" else "length"

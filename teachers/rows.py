@@ -228,7 +228,7 @@ def _scored(
 ) -> torch.Tensor:
     """Scores of one chunk, in place: the content of ``logits`` is lost.
 
-    The rest is summed over the tokens outside of the support, relative to the largest of their own
+    The rest is summed over the tokens outside of the support, relative to the largest of these
     logits: 1 - P would be mere rounding where the support has nearly all of the mass. Tokens
     without a row in the head take no part in any sum.
     """

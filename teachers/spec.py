@@ -1,4 +1,4 @@
-"""What a teacher replica is built from. Imports no vLLM, so that every process may import it."""
+"""The specification of a teacher replica. Imports no vLLM, so that every process may import it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ScoreKind, score_kind, scored_top_k
 from async_opd.config.sections.teachers import EngineTeacher, VllmTeacher
 from async_opd.models.engine_args import Device, engine_kwargs
-from async_opd.models.model_files import sees
+from async_opd.models.model_files import is_vision_model
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TeacherEngineSpec:
                 tensor_parallel=settings.tensor_parallel,
                 seed=config.seed,
                 trust_remote_code=section.trust_remote_code,
-                images=config.data.max_images if sees(model) else 0,
+                images=config.data.max_images if is_vision_model(model) else 0,
                 processor_kwargs=section.processor_kwargs,
                 sleeps=settings.host is not None,
             ),

@@ -44,7 +44,7 @@ from teachers.protocols import EndpointClient, RebuildTeacher, ScoringReplica, T
 from teachers.replica_slots import IN_FLIGHT, Health, ReplicaSlots
 
 ROOM = "room in the queue"
-"""What an idle teacher waits for whose samples do not fit into the topic ``scored``."""
+"""The wait of an idle teacher whose samples do not fit into the topic ``scored``."""
 
 
 class ScorerStage:

@@ -16,7 +16,7 @@ from async_opd.core.samples import Prompt
 from async_opd.models.engine_args import engine_env, engine_kwargs
 from async_opd.models.tokenizer import Text
 
-os.environ.update(engine_env("cpu"))
+os.environ.update(engine_env("cpu", trusted=True))
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 EOS = (2,)

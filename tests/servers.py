@@ -20,7 +20,7 @@ ENV = {**os.environ, **engine_env("cpu"), "TORCHDYNAMO_DISABLE": "1"}
 
 
 class VllmServer:
-    """Serves a model on a port of its own; ``start`` again after ``kill`` takes the same port."""
+    """Serves a model on a separate port; ``start`` again after ``kill`` takes the same port."""
 
     def __init__(self, model: Path, name: str, key: str, log: Path, *more: str) -> None:
         with socket.socket() as free:

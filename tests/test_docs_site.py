@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [str(path.relative_to(DOCS)) for path in sorted(DOCS.rglob("*.md"))]
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "form": "action"}
-"""Attributes whose address a browser opens by itself; of links those that are no navigation."""
+"""Attributes whose address a browser opens by itself; of links those that do not navigate."""
 COUNTED = ("h1", "h2", "h3", "table", "tr", "li", "pre", "code", "strong", "em", "img")
 
 

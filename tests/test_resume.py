@@ -231,11 +231,10 @@ def a_life(
 ) -> Iterator[Life]:
     """One life of the run in a folder, from its newest checkpoint on."""
     start = newest(folder)
-    with (
-        Journal(folder / LEDGER, start.cut.files[LEDGER] if start else 0) as journal,
-        files_fail_after(operations),
-    ):
-        yield Life(folder, journal, seed, shape, *given)
+    with Journal(folder / LEDGER, start.cut.files[LEDGER] if start else 0) as journal:
+        life = Life(folder, journal, seed, shape, *given)  # reads the checkpoint: no kill in that
+        with files_fail_after(operations):
+            yield life
 
 
 def live(folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, **how: Any) -> bool:

@@ -135,7 +135,7 @@ class MortalRollouter:
 
     async def snapshot(self, version: int, again: bool = False) -> None:
         self.newest, self.snapshots = None, True
-        self.newest = version, await self._again("snapshot", version, again)
+        self.newest = version, await self._again("snapshot", version)
 
     async def push(self) -> SyncReport:
         report: SyncReport = await self._again("push")

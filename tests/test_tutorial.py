@@ -29,7 +29,7 @@ def steps() -> list[tuple[str, list[str]]]:
 
 
 def fixed(line: str) -> re.Pattern[str]:
-    """What a line of the tutorial says: its words, any numbers, any width of its spaces."""
+    """The pattern of a line of the tutorial: its words, any numbers, any width of its spaces."""
     parts = re.split(rf"({NUMBER}|…|[━─]{{2,}})", " ".join(line.split()))
     kinds = [NUMBER if re.fullmatch(NUMBER, part) else re.escape(part) for part in parts]
     shown = [

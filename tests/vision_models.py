@@ -1,4 +1,4 @@
-"""Tiny random models that see images, of real families, saved as the hub has them.
+"""Tiny random vision models, of real families, saved as the hub has them.
 
 Their shared vocabulary has characters and the special tokens of Qwen; LLaVA's placeholder is
 ``<image>``. Images become 16 pixels times 2 a token (Qwen3-VL), 14 times 2 (Qwen2.5-VL), or always
@@ -18,7 +18,7 @@ SPECIAL = (
 OF_GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 TOKENS = (*SPECIAL, *map(chr, range(32, 127)), "\n", *OF_GEMMA, *("\n" * n for n in (2, 3, 4)))
 LINES = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
-"""What the tokenizer merges: Gemma's processor adds two ends of lines, and vLLM joins them."""
+"""Merges of the tokenizer: Gemma's processor adds two ends of lines, and vLLM joins them."""
 SIZE = 128
 """Rows of the embeddings."""
 EOS = TOKENS.index("<|im_end|>")
@@ -177,7 +177,7 @@ def llava(folder: Path, seed: int = 0) -> Path:
 
 
 def gemma3(folder: Path, seed: int = 0) -> Path:
-    """A Gemma 3 of two layers: SigLIP's tower, 16 tokens an image, which see each other."""
+    """A Gemma 3 of two layers: SigLIP's tower, 16 tokens an image, which attend to each other."""
     import transformers
 
     text = {**TEXT, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32}

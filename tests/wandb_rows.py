@@ -1,4 +1,4 @@
-"""What is in a ``.wandb`` file: for wandb 0.31, which has no reader of its own.
+"""The rows of a ``.wandb`` file: for wandb 0.31, which has no reader.
 
 A header of 7 bytes, then records in blocks of 32 KiB, as in a LevelDB log: checksum (4 bytes),
 length (2), kind (1), content. Kind 1 is a whole record, 2, 3 and 4 are first, middle and last parts
@@ -19,7 +19,7 @@ WHOLE, LAST = 1, 4
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """What was logged, in order; ``_step`` is wandb's own step."""
+    """The logged rows, in order; ``_step`` is wandb's own step."""
     found = (Record.FromString(content) for content in _records(path.read_bytes()))
     return [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}

@@ -214,7 +214,7 @@ class Batcher:
 
         False, and no change, if the lost one is held or any of them is taken for a step or trained.
         Otherwise those that are held are acknowledged, and so are those that arrive later. A held
-        header is no copy of the lost one: its payload may have gone with a queue that died.
+        header is not a copy of the lost one: its payload may have gone with a queue that died.
         """
         gone = {lost, *others}
         taken = gone & {held.header.uid for held in self._taken}

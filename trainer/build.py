@@ -1,4 +1,4 @@
-"""Builds learner and followers from the config: each rank in its own process.
+"""Builds learner and followers from the config: each rank in a separate process.
 
 directory ──► EmptyStudent ──(join, shard)──► fill ──► Learner in rank 0, Follower in the others
 """
@@ -70,7 +70,7 @@ def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[HeldRow, ...]:
 
 
 def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
-    """What records the tokens of a rank's samples; None if no share of them is recorded."""
+    """Records the tokens of a rank's samples; None if no share of them is recorded."""
     settings = config.log.microscope
     if not settings.share:
         return None

@@ -6,10 +6,9 @@
 
 6N and the attention term are those of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B),
 with two differences: pairs that a causal mask or a window excludes do not count (PaLM's term has
-all T² of a sequence), and looking up an embedding is no product. Recomputed activations, the
+all T² of a sequence), and looking up an embedding is not a product. Recomputed activations, the
 objective, a teacher's head and the optimizer do not count. A frozen matrix counts 4: it has no
-gradient of its own. MFU is these FLOPs over what the device
-could have computed in the time of the step.
+gradient. MFU is these FLOPs over what the device could have computed in the time of the step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.vision.parts import language_model, parameters_that_see
+from trainer.vision.parts import language_model, vision_parameters
 
 if TYPE_CHECKING:
     from async_opd.core.samples import Header
@@ -34,7 +33,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a student's FLOPs depend on.
+    """The inputs of a student's FLOPs.
 
     ``decoder``: entries of its matrices that one token is multiplied by; of a mixture of experts,
     of the experts that a token is sent to. ``head``: entries of the head. A frozen entry counts two
@@ -131,7 +130,7 @@ def _seeing(model: Any) -> tuple[int, int, int]:
     third.
     """
     entries = {"vision_tower": 0, "projector": 0}
-    for part, _, parameter in parameters_that_see(model):
+    for part, _, parameter in vision_parameters(model):
         if parameter.ndim >= 2:
             numel = parameter.numel()
             entries[part] += numel if parameter.requires_grad else numel // WITH_BACKWARD

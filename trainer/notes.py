@@ -1,4 +1,4 @@
-"""What the trainer has to say beside metrics; the next step's report carries it to ``run.log``.
+"""The trainer's lines for ``run.log``, which the next step's report carries there.
 
 Only the first rank's notes are reported; every rank's are in the log of its process.
 """

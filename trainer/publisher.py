@@ -60,7 +60,7 @@ class SnapshotBuffers:
         self._chunk = self._filled = 0
 
     def give_up(self) -> None:
-        """The next snapshot is in other memory; this one's is freed when nobody reads it."""
+        """The next snapshot is in other memory; this one's is freed when no caller reads it."""
         self._buffers = []
         self.clear()
 
@@ -155,7 +155,7 @@ class Publisher:
 
     @property
     def meta(self) -> WeightMeta:
-        """What the snapshot holds."""
+        """The content of the snapshot."""
         return self._meta
 
     def send(self, group: int) -> float:

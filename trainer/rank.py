@@ -109,7 +109,7 @@ class Rank:
         self.keeper: Keeper | None = None  # with ``log.replay``
         self.layers: CompiledLayers | None = None  # with ``train.compile``
         self._objective = objective
-        self.sight: Sight | None = None  # of a student that sees
+        self.sight: Sight | None = None  # of a VLM student
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
         if self.size.unknown:
@@ -215,7 +215,7 @@ class Rank:
         }
 
     def platform(self) -> dict[str, str]:
-        """What the rank computes on and with."""
+        """The platform on which the rank computes."""
         return platform_of(self.model, self.device, self.reduces_once)
 
     def weight_digests(self) -> Weights:

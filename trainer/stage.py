@@ -7,9 +7,9 @@
                                        snapshot(v) ──► send
                                        capture ──► checkpoint
 
-Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. Whatever uses
-the model runs on one thread (``trainer.work_thread``), whatever connects and sends on another one:
-the event loop answers calls during a step, and no transport changes the CUDA stream of a step.
+Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. All work with
+the model runs on one thread (``trainer.work_thread``), all connections and transfers on another
+one: the event loop answers calls during a step, and no transport changes the CUDA stream of a step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TrainerStage:
         turns: GpuTurns | None = None,
         media: MediaCache | None = None,
     ) -> None:
-        """``held_rows`` are those of ``async_opd.weight_sync``; ``media`` of a student that sees.
+        """``held_rows`` are those of ``async_opd.weight_sync``; ``media`` of a VLM student.
 
         With ``turns`` the learner is offloaded now, and onloaded in these only.
         """
@@ -169,10 +169,11 @@ class TrainerStage:
         if self._hand_out is None:
             taken, images = await take_seen(self._batcher, self._version, self._media)
             return taken, partial(self._learner.train_batch, taken.samples, images)
-        dealt = await self._hand_out.take(self._version)
-        own = dealt.own.micro_batches
-        train = partial(self._learner.train, dealt.plan, own, dealt.repetition, dealt.number)
-        return dealt.batch, train
+        assigned = await self._hand_out.take(self._version)
+        own = assigned.own.micro_batches
+        repetition, number = assigned.repetition, assigned.number
+        train = partial(self._learner.train, assigned.plan, own, repetition, number)
+        return assigned.batch, train
 
     async def drop(self, lost: Uid, others: Sequence[Uid] = ()) -> bool:
         """See Batcher.drop."""

@@ -1,4 +1,4 @@
-"""What a step used of its devices: FLOP/s, their share of the peak, and GPU memory."""
+"""A step's use of its devices: FLOP/s, their share of the peak, and GPU memory."""
 
 from __future__ import annotations
 

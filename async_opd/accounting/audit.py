@@ -26,9 +26,9 @@ class AuditError(AsyncOPDError):
 class Audit:
     """Uids of samples, a uid as often as it occurred.
 
-    A sample's fate is to be trained or dead-lettered. ``trained`` is in the order of training;
-    ``lost`` samples were admitted and have no fate although the run is completed, ``in_flight``
-    samples have none yet; ``duplicated`` ones have more fates than admissions.
+    A sample's outcome is trained or dead-lettered. ``trained`` is in the order of training;
+    ``lost`` samples were admitted and have no outcome although the run is completed, ``in_flight``
+    samples have none yet; ``duplicated`` ones have more outcomes than admissions.
     """
 
     trained: tuple[str, ...]
@@ -56,13 +56,13 @@ def audit(run_dir: str | Place) -> Audit:
         trained += entry.get("trained", ())
         dead += entry.get("dead", ())
         steps = max(steps, entry.get("step", 0))
-    fates = Counter(trained) + Counter(dead)
-    open_ = tuple((admitted - fates).elements())
+    outcomes = Counter(trained) + Counter(dead)
+    open_ = tuple((admitted - outcomes).elements())
     completed = _completed(folder)
     return Audit(
         trained=tuple(trained),
         lost=open_ if completed else (),
-        duplicated=tuple((fates - admitted).elements()),
+        duplicated=tuple((outcomes - admitted).elements()),
         dead_lettered=tuple(dead),
         in_flight=() if completed else open_,
         steps=steps,
@@ -79,7 +79,7 @@ def journal_entries(path: ForeignPath) -> Iterator[dict[str, Any]]:
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error}") from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise AuditError(f"{path}, line {number}, is no JSON object: {error}") from error
+        raise AuditError(f"{path}, line {number}, is not a JSON object: {error}") from error
 
 
 def _completed(folder: ForeignPath) -> bool:

@@ -35,7 +35,7 @@ class ImagesInFlight:
         self._prompts: dict[Uid, tuple[Media, ...]] = {}
         self._users: Counter[Media] = Counter()
         self._others: dict[str | Uid, list[Prompt]] = {}  # by owner: those of evaluations
-        self._begun = False  # the queue was told which images it has to hold
+        self._begun = False  # the queue has received which images to hold
         self._unissued = 0  # samples in flight whose groups wait for room
         self._released = asyncio.Event()
         self._calls = asyncio.Lock()  # so that no drop overtakes a keep
@@ -143,7 +143,7 @@ async def bring(queue: Queue, owned: dict[str | Uid, list[Prompt]], complete: bo
     found = {uid: [m.sha256 for p in prompts for m in p.media] for uid, prompts in owned.items()}
     of = {m.sha256: p for prompts in owned.values() for p in prompts for m in p.media}
     lacking = await queue.keep_media(found, complete)
-    while lacking:  # a queue that dies meanwhile has to be told all again
+    while lacking:  # after a queue's restart all owners must be registered again
         for sha256 in lacking:
             if sha256 not in of[sha256].encoded:
                 cause = f"image {sha256} of prompt {of[sha256].uid} was not read with its row"
@@ -157,7 +157,7 @@ async def bring(queue: Queue, owned: dict[str | Uid, list[Prompt]], complete: bo
 async def kept(queue: Queue, owner: str, prompts: Iterable[Prompt]) -> AsyncIterator[None]:
     """The queue has the images of prompts that are not in flight, as those of an evaluation.
 
-    ``owner`` names who needs them; no two at the same time may have the same name.
+    ``owner`` names the process that needs them; no two at the same time may have the same name.
     """
     with_images = [prompt for prompt in prompts if prompt.media]
     if not with_images:

@@ -1,4 +1,4 @@
-"""The journal: ``ledger.jsonl`` of the run directory records each sample's fate as it happens.
+"""The journal: ``ledger.jsonl`` of the run directory records each sample's outcome as it happens.
 
     {"admitted": [uid, …]}    {"step": 7, "trained": [uid, …]}    {"dead": [uid]}
 

@@ -161,7 +161,7 @@ class Ledger:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples in each state; ``requeued`` is no state but counts samples that ran again."""
+        """Samples in each state; ``requeued`` is not a state; it counts samples that ran again."""
         return {
             "in_flight": len(self._in_flight),
             "trained": self._trained,

@@ -80,8 +80,8 @@ class PromptSupply:
     def read(self, count: int) -> None:
         """Reads until ``count`` good prompts are in hand, or what ends the run is.
 
-        It may block: a thread calls it, while nobody calls a method that returns groups. What is in
-        hand is not admitted; a run that goes on from a checkpoint reads it again.
+        It may block: a thread calls it, while no other thread calls a method that returns groups.
+        Groups in hand are not admitted; a run that goes on from a checkpoint reads them again.
         """
         while lacking := self._lacking(count):
             try:

@@ -1,6 +1,6 @@
 """The driver's state of a run, and the consistent cut of it that a checkpoint holds.
 
-admission   the budget of samples that may start    ledger        the fate of each rollout
+admission   the budget of samples that may start    ledger        the outcome of each rollout
 supply      the groups to sample                    dead letters  counts against their limits
 guardrail   the limits of truncated, growing and repetitive responses
 images      those that the queue holds for prompts in flight

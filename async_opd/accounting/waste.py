@@ -5,8 +5,8 @@
     dead         dead letters (of one that was never finished its prompt), samples of skipped steps
     duplicated   second copies of a sample, after a lease expired or a stage died
 
-Tokens are those of prompt and response, as in the header of a rollout. What a replica that died had
-not finished has no header, and is not counted.
+Tokens are those of prompt and response, as in the header of a rollout. The unfinished work of a
+dead replica has no header, and is not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run directory holds of an earlier run, and what a mirror has that is newer.
+"""The earlier run of a run directory, and newer files of its mirror.
 
 run directory, checkpoint.mirror ──the newest step──► run directory ──► --resume as ever
 """
@@ -78,7 +78,7 @@ def may_be_taken(name: str, step: int | None) -> bool:
 
 
 def left_in(run_dir: Path) -> list[str]:
-    """What the directory holds of a run that has begun in it."""
+    """The files of the run that has begun in the directory."""
     found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
     return found + ([FOLDER] if Checkpoints(run_dir / FOLDER, 1).steps() else [])
 

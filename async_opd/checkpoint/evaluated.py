@@ -92,7 +92,7 @@ class EvaluatedSteps:
         except FileNotFoundError:
             return _Evaluated()
         except (OSError, ValueError) as error:
-            cause = "values that are no numbers" if isinstance(error, ValidationError) else error
+            cause = "values that are not numbers" if isinstance(error, ValidationError) else error
             raise CheckpointError(
                 "checkpoint",
                 f"{self.path} cannot be read: {cause}",

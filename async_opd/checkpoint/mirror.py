@@ -5,7 +5,7 @@
     rollback                  ──► a note at the URL, beside an upload that lasts: copies of steps
                                   that the run has left are taken by no resume from then on
 
-Training never waits for it. What fails is a warning, counted, and tried again with the next
+Training never waits for it. A failure is a warning, counted, and tried again with the next
 checkpoint; a run that completed without a complete copy of its end has failed.
 """
 
@@ -129,7 +129,7 @@ class Mirror(Sink):
 
     def checkpoint(self, step: int, folder: Path) -> None:
         """Copies the checkpoint as soon as those before it are copied."""
-        self._tell()
+        self._send_notes()
         began = self._began
         if began is not None and time.monotonic() - began > self.longest_s:
             self.metrics["mirror/failures"] += 1
@@ -157,8 +157,8 @@ class Mirror(Sink):
         self._worker.put(None)
 
     def log(self, step: int, metrics: object) -> None:
-        """Passes on what the thread has to say."""
-        self._tell()
+        """Logs the copy thread's queued messages."""
+        self._send_notes()
 
     def close(self, summary: Summary) -> str | None:
         """Copies the results, and waits for all copies.
@@ -174,7 +174,7 @@ class Mirror(Sink):
             while not (done := self._worker.close(POLL_S)):
                 if arrived.is_set() or time.monotonic() > deadline:
                     break
-        self._tell()
+        self._send_notes()
         self.summarize(dict(self.metrics))
         if self._ended:
             self.notify(f"the end of the run is at {self._copies.place / END}", "info")
@@ -186,7 +186,7 @@ class Mirror(Sink):
             raise StageError(self.name, cause, REMEDY)
         return f"{cause}; {self._run_dir} has it"
 
-    def _tell(self) -> None:
+    def _send_notes(self) -> None:
         while self._notes:
             self.notify(self._notes.popleft(), "warning")
 

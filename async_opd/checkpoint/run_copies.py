@@ -148,7 +148,7 @@ class RunCopies:
                 left = max(left - len(_Listing.dump_json(copy.files)), 0)
         lineages, left = dict[int, Lineage](), CUT_BYTES
         for step, copy in copies:
-            with suppress(FileNotFoundError, Changed, ValueError):  # who takes the copy reports it
+            with suppress(FileNotFoundError, Changed, ValueError):  # the copy's reader reports it
                 lineages[step], nbytes = self._lineage(step, copy, left)
                 left -= nbytes
         return Mirrored(copies, lineages, self._roll_backs())
@@ -192,7 +192,7 @@ class RunCopies:
     def upload(
         self, name: str, files: Mapping[str, ForeignPath], check: Callable[[Files], None]
     ) -> Files:
-        """Makes a copy of local files. What ``check`` raises of them keeps it incomplete."""
+        """Makes a copy of local files. An error of ``check`` keeps it incomplete."""
         self.remove(name)
         sent = each_of(lambda one: (self.place / name / one).upload(files[one]), files, AT_ONCE)
         found = dict(zip(files, sent, strict=True))

@@ -1,7 +1,7 @@
 """Checkpoints on disk: a checkpoint is loaded only if it is complete and unchanged.
 
     .step_N.*.partial/ each rank of the trainer writes its file, the driver cut.json and, last,
-          │            the manifest; who writes a file flushes it to the disk (fsync)
+          │            the manifest; each writer flushes its file to the disk (fsync)
           ▼ rename
     step_N/            manifest.json: size and SHA-256 of every other file
           │ the newest ``keep`` stay, the one with the best evaluation, and one from before the
@@ -93,7 +93,7 @@ class Checkpoints:
     def begin(self, step: int) -> Path:
         """Makes an empty folder for the files of a checkpoint, of a new name. OSError.
 
-        Who writes files of an earlier one late writes none into this one.
+        A late writer of an earlier checkpoint writes no file into this one.
         """
         part = self.folder / f".step_{step}.{token_hex(4)}.partial"
         make_folder(self.folder)
@@ -295,7 +295,7 @@ def load(folder: Place) -> Checkpoint:
         cause = str(error)
         if isinstance(error, ValidationError):  # a ValueError, whose text quotes the file
             cause = f"{CUT} or {MANIFEST} has {error.error_count()} invalid values"
-        raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {cause}") from error
+        raise CheckpointError("checkpoint", f"{folder} is not a checkpoint: {cause}") from error
 
 
 def in_its_run(checkpoint: Place) -> ForeignPath:

@@ -24,7 +24,7 @@ from async_opd.grading.accuracy import metric_names
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.grading.graders import find_grader, is_function, load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
-from async_opd.models.model_files import sees
+from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.queue.sizes import in_mib
 
@@ -71,7 +71,7 @@ class DataChecks:
     """Reads every source once. ``unreadable``: at least one source gave no rows.
 
     ``load``: user code is imported, and not only found. ``renders``: chat templates can be read, so
-    that prompts can be tokenized. ``sees``: the student's image processor may be loaded.
+    that prompts can be tokenized. ``vision``: the student's image processor may be loaded.
     """
 
     config: RunConfig
@@ -79,13 +79,13 @@ class DataChecks:
     load: bool = False
     unreadable: bool = False
     renders: bool = True
-    sees: bool = True
+    vision: bool = True
     parts: dict[str, _Part] = field(
         default_factory=lambda: {part: _Part() for part in ("train", "eval", "cold_start")}
     )
 
     def grader(self, key: str, name: str) -> None:
-        """Checks that a grader can be loaded: a user's in a process of its own, as in a run."""
+        """Checks that a grader can be loaded: a user's in a separate process, as in a run."""
         fault = ""
         try:
             if not is_function(name):
@@ -341,7 +341,7 @@ class DataChecks:
         Rows with images are left out if the student reads text only: another check reports that.
         """
         for row in rows:
-            if row.images and not (self.sees and sees(self.config.student.model)):
+            if row.images and not (self.vision and is_vision_model(self.config.student.model)):
                 continue
             token = text.spelled(row.prompt)
             if token is not None:

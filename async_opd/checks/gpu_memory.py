@@ -1,4 +1,4 @@
-"""How much of a GPU each engine may take: whatever else lies on the same GPU is counted.
+"""How much of a GPU each engine may take: all other memory on the same GPU is counted.
 
     ┌──────────── a GPU ────────────┐
     │ what works now                │  an engine: gpu_memory_utilization · total
@@ -76,7 +76,7 @@ def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.of_weights) ->
 def faults(
     config: RunConfig, total: int, sizes: Sizes = ModelSize.of_weights
 ) -> Iterator[tuple[str, str, str]]:
-    """What cannot fit GPUs of ``total`` bytes that several pools share: (key, fault, remedy)."""
+    """Pools that do not fit a shared GPU of ``total`` bytes: (key, fault, remedy)."""
     for host in sorted({pool.shares for pool in pools(config) if pool.shares}):
         tenants = _tenants(config, host, Machine("cuda", total, sizes))
         for tenant in tenants:

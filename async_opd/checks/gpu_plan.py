@@ -50,7 +50,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class GpuNode:
-    """A node of the cluster: its id, a name for messages, its GPUs and how many nobody has."""
+    """A node of the cluster: its id, a name for messages, its GPUs and how many are free."""
 
     id: str
     name: str
@@ -59,7 +59,7 @@ class GpuNode:
 
 
 def units(pools: Collection[Pool]) -> list[Unit]:
-    """A unit for each replica and each rank that has GPUs of its own.
+    """A unit for each replica and each rank that has dedicated GPUs.
 
     Those whose GPUs one colocated teacher shares are a unit together, and so are ranks that share
     rows: they exchange keys and values in every layer.
@@ -172,7 +172,7 @@ def _gpus(block: Sequence[Unit]) -> int:
 
 
 def fits(units: Collection[Unit], nodes: Collection[GpuNode]) -> bool:
-    """Whether the cluster has room for the units once nobody else uses its GPUs."""
+    """Whether the cluster has room for the units once no other job uses its GPUs."""
     return assign(units, {node.id: node.gpus for node in nodes}) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whether each pool fits GPUs of its own, and all the host's memory; which config key helps most.
+"""Whether each pool fits its GPUs, and all the host's memory; which config key helps most.
 
 async_opd.memory: bytes by term ──► fault with all terms, the largest first
                                └──► changes of the config, each with the bytes that it leads to
@@ -60,7 +60,7 @@ class _Fault:
 
     @property
     def place(self) -> tuple[str, str]:
-        """What is too small: the GPUs of a pool, or the host."""
+        """The memory that is too small: of a pool's GPUs, or of the host."""
         return self.where, self.pool if self.where == "GPU" else ""
 
 
@@ -197,7 +197,7 @@ def _faults(config: RunConfig, machine: Machine) -> Iterator[_Fault]:
 
 
 def _gpu_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[_Fault]:
-    """Pools with GPUs of their own; ``gpu_memory.faults`` has those that share them."""
+    """Pools with dedicated GPUs; ``gpu_memory.faults`` has those that share them."""
     for pool in pools_of(config, machine):
         if host_of(config, pool.name) != pool.name or guests_of(config, pool.name):
             continue

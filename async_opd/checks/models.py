@@ -1,4 +1,4 @@
-"""Checks of the models: each on its own, all together, and for the objective."""
+"""Checks of the models: each alone, all together, and for the objective."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class ModelChecks:
             self._heads()
 
     def _refreshed(self, kind: ScoreKind) -> None:
-        """Checks that a refreshed teacher is awake for its weights, and has a head of its own."""
+        """Checks that a refreshed teacher is awake for its weights, and has a separate head."""
         for name, teacher in self.config.teachers.items():
             if not isinstance(teacher, SelfTeacher) or not teacher.refresh_every:
                 continue

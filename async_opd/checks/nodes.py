@@ -28,7 +28,7 @@ PACKAGES = {
 }
 """The distributions of each package, of which one is installed; on a CPU there is no NCCL."""
 OF_IMAGES = ("pillow", "torchvision", "transformers")
-"""What makes pixels of images: with other versions, or without torchvision, other pixels."""
+"""Packages that decode images: other versions, or none of torchvision, give other pixels."""
 OURS = ("async_opd", "rollouter", "teachers", "trainer")
 AGREED = (
     "NCCL_CUMEM_ENABLE",
@@ -46,15 +46,15 @@ AGREED = (
 """Settings that all members of an NCCL communicator have to have in common."""
 SHARED_MEMORY = "/dev/shm"
 MIN_SHM_MIB = 1024
-"""What a node with GPUs needs: vLLM's workers of one engine pass messages through up to 160 MiB of
-it (10 chunks of ``VLLM_MQ_MAX_CHUNK_BYTES_MB``), NCCL uses it beside, and so does Ray's object
-store. Containers often have 64 MiB."""
+"""Shared memory of a node with GPUs: vLLM's workers of one engine pass messages through up to 160
+MiB of it (10 chunks of ``VLLM_MQ_MAX_CHUNK_BYTES_MB``), NCCL uses it beside, and so does Ray's
+object store. Containers often have 64 MiB."""
 NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a node is to look for: a new file in the run directory, and the files of models."""
+    """A node's task: it looks for a new file in the run directory, and the files of models."""
 
     run_dir: str | None
     name: str
@@ -63,7 +63,7 @@ class Probe:
     """Sizes of the files of each model's folder, by its path."""
     interface: str | None = None
     """``cluster.interface``."""
-    sees: bool = False
+    vision: bool = False
     """A model of the run computes images."""
     address: str | None = None
     """The node's address in Ray, which an interface has to have if none is named."""
@@ -71,28 +71,28 @@ class Probe:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a process of the run finds on a node. ``error`` says why there is no report."""
+    """A process's findings on a node. ``error`` says why there is no report."""
 
     node: str
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     shm_mib: int = 0
     folders: Mapping[str, str] = field(default_factory=dict)
-    """What is wrong with each folder that cannot be used."""
+    """The fault of each folder that cannot be used."""
     interface: str = ""
-    """What is wrong with its interface."""
+    """The fault of its interface."""
     gpus: bool = False
     error: str = ""
 
 
 def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
-    """What this process finds. ``gpus``: the node is to run engines on its GPUs."""
+    """The report of this process. ``gpus``: the node is to run engines on its GPUs."""
     folders = {path: _model_fault(path, files) for path, files in probe.models.items()}
     if probe.run_dir is not None:
         folders[probe.run_dir] = _run_dir_fault(probe)
     return NodeReport(
         node,
-        versions(probe.sees),
+        versions(probe.vision),
         {name: os.environ[name] for name in AGREED if name in os.environ},
         _shm_mib(),
         {path: fault for path, fault in folders.items() if fault},
@@ -101,15 +101,15 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
     )
 
 
-def versions(sees: bool = False) -> dict[str, str]:
+def versions(vision: bool = False) -> dict[str, str]:
     """The versions of what a run imports; async_opd's has a digest of its source files.
 
-    ``sees``: with those of what makes pixels of images.
+    ``vision``: with those of the packages that decode images.
     """
     found = {"python": platform.python_version()}
     for package, distributions in PACKAGES.items():
         found[package] = next(filter(None, map(_installed, distributions)), NOTHING)
-    found |= {name: _installed(name) or NOTHING for name in OF_IMAGES if sees}
+    found |= {name: _installed(name) or NOTHING for name in OF_IMAGES if vision}
     found["async_opd"] = f"{_installed('async_opd') or NOTHING} with source {_source_digest()}"
     return found
 
@@ -146,7 +146,7 @@ def _model_fault(folder: str, expected: Mapping[str, int]) -> str:
 
 
 def _run_dir_fault(probe: Probe) -> str:
-    """Reads the driver's file, and writes and removes one of its own."""
+    """Reads the driver's file, and writes and removes another one."""
     folder = Path(probe.run_dir or "")
     own = folder / f"{probe.name}-{secrets.token_hex(8)}"  # containers share host names and pids
     try:

@@ -28,8 +28,8 @@ from async_opd.checks.room import Room
 from async_opd.checks.student import (
     check_adapters,
     check_routing,
-    check_seeing_student,
     check_shared_rows,
+    check_vlm_student,
 )
 from async_opd.checks.templates import check_templates
 from async_opd.config.registry import TRANSPORTS
@@ -104,9 +104,9 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     config = config if load else without_code(config)
     data = DataChecks(config, found, load)
     check_adapters(config, None if "student.model" in partial else student, found)
-    check_seeing_student(config, student, found)
+    check_vlm_student(config, student, found)
     # a processor is chosen by the student's files: none is loaded of files that are refused
-    data.sees = student is not None and not (
+    data.vision = student is not None and not (
         found.has("student.model") or refused_family(student.config, device, trained=True)
     )
     _user_code(config, found, load)

@@ -67,7 +67,7 @@ def gpu_bytes(config: RunConfig) -> int | None:
 def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
     """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster.
 
-    What starts engines in a cluster that it joins asks it first: see ``with_device``.
+    Callers that start engines in a joined cluster ask it first: see ``with_device``.
     """
     if config.cluster.device != "auto":
         return config.cluster.device
@@ -123,7 +123,7 @@ def refuse_client(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class Pool:
-    """One role's ``replicas`` engines (or ranks), each on GPUs of its own.
+    """One role's ``replicas`` engines (or ranks), each on dedicated GPUs.
 
     A pool that ``shares`` the GPUs of another pool takes none itself. ``together`` of them at a
     time, one after the other, are on one node.

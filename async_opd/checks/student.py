@@ -30,40 +30,40 @@ REASONS = {
 starts (``trainer.student.attention_choice``)."""
 
 
-def check_seeing_student(config: RunConfig, student: ModelFiles | None, found: Findings) -> None:
+def check_vlm_student(config: RunConfig, student: ModelFiles | None, found: Findings) -> None:
     """Reports settings that do not go with a VLM student, or need one."""
     if student is None:
         return
-    sees = student.config.get("vision_config") is not None
-    for problem in _of_seeing(config) if sees else _of_text(config, student):
+    vision = student.config.get("vision_config") is not None
+    for problem in _of_vlm(config) if vision else _of_text(config, student):
         found.add(*problem)
 
 
-def _of_seeing(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+def _of_vlm(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Key, message and remedy."""
-    train, sees = config.train, "with a VLM student"
+    train, vlm = config.train, "with a VLM student"
     if train.context_parallel > 1:
         why = "ranks share rows by tokens, and the tokens of an image come from one tower"
-        message = f"found {train.context_parallel} {sees}: {why}"
+        message = f"found {train.context_parallel} {vlm}: {why}"
         yield "train.context_parallel", message, "1"
     if train.compile:
-        message = f"found true {sees}: compiled towers were not compared with eager ones"
+        message = f"found true {vlm}: compiled towers were not compared with eager ones"
         yield "train.compile", message, "false"
     if train.lora is not None and train.lora.sync == "adapter":
-        message = f"found adapter {sees}: vLLM's names of its adapted layers were not compared"
+        message = f"found adapter {vlm}: vLLM's names of its adapted layers were not compared"
         yield "train.lora.sync", message, "merged"
     if train.routing == "replay":
-        message = f"found replay {sees}: an engine's choices for tokens of images were not compared"
+        message = f"found replay {vlm}: an engine's choices for tokens of images were not compared"
         yield "train.routing", message, "own"
     if config.log.replay:
-        message = f"found true {sees}: kept steps have no images, and could not be computed again"
+        message = f"found true {vlm}: kept steps have no images, and could not be computed again"
         yield "log.replay", message, "false"
 
 
 def _of_text(config: RunConfig, student: ModelFiles) -> Iterator[tuple[str, str, str]]:
     if config.train.freeze:
         named = ", ".join(config.train.freeze)
-        message = f"found {named}, but {student.path} sees no images: it has no such part"
+        message = f"found {named}, but {student.path} takes no images: it has no such part"
         yield "train.freeze", message, "remove it"
 
 

@@ -39,7 +39,7 @@ def check_templates(config: RunConfig, files: Mapping[str, ModelFiles], found: F
 
 def _without_model(key: str, teacher: Teacher, found: Findings) -> None:
     if getattr(teacher, "model", None) is None:
-        message = "found true, but the teacher names no model of its own with a chat template"
+        message = "found true, but the teacher names no separate model with a chat template"
         remedy = f"set {key}.model, or give it a chat_template_file"
         found.add(f"{key}.own_template", message, remedy)
     else:

@@ -298,7 +298,7 @@ class ActorFactory:
         gpus: int,
         bundle: tuple[str, int],
         guest: str = "",
-        trusted: bool,
+        trusted: bool = False,
     ) -> Remote:
         """Starts and builds an engine in a bundle.
 

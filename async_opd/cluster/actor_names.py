@@ -8,7 +8,7 @@
     <run>/teacher_scorer/<teacher>/replica/0 …  TeacherReplica
     <run>/trainer/0 …                           Trainer, one for each rank
 
-Each run has a namespace of its own: two runs of one name on a cluster do not clash.
+Each run has a separate namespace: two runs of one name on a cluster do not clash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one Ray actor shell: it builds a plain object in its own process and calls its methods.
+"""The one Ray actor shell: it builds a plain object in a separate process and calls its methods.
 
     driver ── build("module:callable", args) ──► ActorShell ── call("method", args) ──► object
 
@@ -86,7 +86,7 @@ class ActorPlacement:
 
 
 ACTOR = "ASYNC_OPD_ACTOR"
-LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+KEEP_VISIBLE_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Without it Ray hides all GPUs from a process that reserves none."""
 
 
@@ -225,7 +225,7 @@ class Remote:
         if bundle is not None:
             options["scheduling_strategy"] = bundle
         if place is not None:
-            env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), LEAVE_GPUS_ALONE: "1"}
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), KEEP_VISIBLE_GPUS: "1"}
         options["runtime_env"] = {"env_vars": env}
         if gpus:
             options["num_gpus"] = gpus
@@ -321,7 +321,7 @@ class Remote:
     def _compare(self, found: ActorPlacement, shared: ActorPlacement) -> None:
         """StageError if Ray has started the process elsewhere, as after the death of its node.
 
-        A guest has no GPUs of its own: only its node is compared.
+        A guest has no dedicated GPUs: only its node is compared.
         """
         if found.node != shared.node or found.gpus not in ((), shared.gpus):
             cause = f"Ray has started it on {found}, but it shares {shared}"
@@ -361,7 +361,7 @@ class Remote:
         retry: bool = False,
         **named: Any,
     ) -> Coroutine[Any, Any, Any]:
-        """Calls a method within ``timeout_s``; ``inf`` is no bound, None the bound of requests.
+        """Calls a method within ``timeout_s``: ``inf`` is unbounded, None the bound of requests.
 
         ``retry``: repeats a call during which the process died and was restarted.
         """
@@ -473,7 +473,7 @@ async def end_built(remote: Remote, bound: float) -> None:
     """Restarts a process that has an object, hangs, or gives no answer within the bound.
 
     Ray's error is the same for a process that it restarts and for one that cannot be reached for a
-    while: the next answer tells which.
+    while: the next answer shows which.
     """
     with suppress(StageError, TimeoutError):
         async with Bound(bound):

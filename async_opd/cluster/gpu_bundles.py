@@ -6,7 +6,7 @@
 
 A bundle keeps its GPUs while the processes in it are restarted: no other job can take them, and a
 restarted host finds its teachers on the same GPUs. If the node dies, Ray moves the bundle to
-another node with free GPUs; if none has any, ``watching.placement`` decides who gets them.
+another node with free GPUs; if none has any, ``watching.placement`` decides which get them.
 """
 
 from __future__ import annotations

@@ -111,9 +111,9 @@ class LaunchedStages:
         await race(self.trainer.save(directory), self._turn())
 
     async def _turn(self) -> None:
-        """Gives the trainer its turn, which nobody else does any more. Ends with an error only.
+        """Gives the trainer its turn, which no other task does any more. Ends with an error only.
 
-        A scoring phase on these GPUs outlives who asked for it: its teachers sleep first.
+        A scoring phase on these GPUs continues after its caller exits: its teachers sleep first.
         """
         await self.trainer.wait_for_work("rollout")
         teachers = self.singletons.config.teachers.values()
@@ -275,7 +275,7 @@ async def launch_teacher(
     prompts: Sequence[Prompt] = (),
     notify: Callable[[str], None] = discard,
 ) -> AsyncIterator[list[TeacherProxy | EndpointReplica]]:
-    """Starts Ray and the replicas of one teacher, on GPUs of its own, and no other part of a run.
+    """Starts Ray and the replicas of one teacher, on dedicated GPUs, and no other part of a run.
 
     ``prompts`` are those that it will be asked about: if any has images, a queue that holds them is
     started, too. Raises as ``launch`` does.
@@ -359,7 +359,7 @@ def _refresh(
     scorer: ScorerProxy,
     newest: dict[str, TeacherWeights],
 ) -> TeacherRefresh | None:
-    """What refreshes teachers that are the student itself; None without such teachers.
+    """Refreshes teachers that are the student itself; None without such teachers.
 
     ``newest`` gets the weights of each, for a scoring stage that is restarted.
     """

@@ -28,7 +28,7 @@ The trainer and the engines form one NCCL communicator, in which all have to hav
 def own_address(cluster: ClusterConfig) -> str:
     """The address of this process's node, at which the others of the run reach it.
 
-    It is Ray's: what the host's name resolves to may be 127.0.1.1. StageError if the node has no
+    It is Ray's: the host's name may resolve to 127.0.1.1. StageError if the node has no
     interface ``cluster.interface``.
     """
     if cluster.address is None:
@@ -42,8 +42,8 @@ def shared_environment(cluster: ClusterConfig, environ: Mapping[str, str]) -> di
     """The variables that all processes of a run get; ``environ`` is the driver's environment.
 
     Processes of a local run inherit ``environ``. In a joined cluster they inherit their node's, so
-    they get the variables named above, except secrets: Ray shows a process's variables to everyone
-    who can use the cluster.
+    they get the variables named above, except secrets: Ray shows a process's variables to all users
+    of the cluster.
     """
     if cluster.address is None:
         return dict(LOOPBACK)
@@ -57,8 +57,9 @@ def shared_environment(cluster: ClusterConfig, environ: Mapping[str, str]) -> di
 def name_interface(environ: MutableMapping[str, str]) -> None:
     """Makes gloo and NCCL of this process use the interface that has its node's address in Ray.
 
-    Otherwise gloo would listen where the host's name resolves to: on Debian on the loopback. What
-    ``environ`` names already stays, as in a local run. StageError if no interface has the address.
+    Otherwise gloo would listen where the host's name resolves to: on Debian on the loopback. Values
+    that ``environ`` has already stay, as in a local run. StageError if no interface has the
+    address.
     """
     unset = [name for name in LOOPBACK if not environ.get(name)]
     if unset:

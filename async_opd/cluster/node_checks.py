@@ -27,7 +27,7 @@ from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.files.safe_open import make_folder, regular_file
 from async_opd.models.engine_args import Device
-from async_opd.models.model_files import sees
+from async_opd.models.model_files import is_vision_model
 from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel
@@ -106,8 +106,8 @@ def _probe(config: RunConfig, folders: dict[str, str]) -> Iterator[Probe]:
     models = {path: files_of(path) for path, key in folders.items() if key != "run_dir"}
     token = secrets.token_hex(8)
     run_dir, interface = config.run_dir, config.cluster.interface
-    seen = any(map(sees, models))
-    probe = Probe(run_dir, f".probe-{token}", token, models, interface, seen)
+    vision = any(map(is_vision_model, models))
+    probe = Probe(run_dir, f".probe-{token}", token, models, interface, vision)
     if run_dir is None:
         yield probe
         return

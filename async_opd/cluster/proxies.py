@@ -231,7 +231,7 @@ class TrainerProxy(Proxy):
 
 
 class ReplayerProxy(Proxy):
-    """What computes kept steps again; its caller bounds the calls."""
+    """Computes kept steps again; its caller bounds the calls."""
 
     start = remote(Replayer.start, NO_TIMEOUT)
     step = remote(Replayer.step, NO_TIMEOUT)

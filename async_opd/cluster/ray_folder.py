@@ -73,7 +73,7 @@ class RayFolder:
         """Appends to the copies of the workers' logs what these have written since, up to a bound.
 
         Copies of older logs than the MAX_LOGS newest are removed, those of an earlier part too.
-        The copies are in the run directory, for who looks while it runs; ``keep_logs`` replaces
+        The copies are in the run directory, to inspect a live run; ``keep_logs`` replaces
         them by the ends of the logs. Raises OSError.
         """
         target = run_dir / LOGS
@@ -91,7 +91,7 @@ class RayFolder:
                 copy.write(file.read(max(LOG_BYTES - copied, 0)))
 
     def raylet_error(self) -> str:
-        """Which of its checks the raylet has ended with, in its own words; empty if with none."""
+        """The failed check that ended the raylet, as its log has it; empty if there is none."""
         log = self._logs / "raylet.err"
         with suppress(OSError), open(log, errors="replace", opener=regular_file) as file:
             for line in file.read(LOG_BYTES).splitlines():

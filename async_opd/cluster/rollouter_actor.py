@@ -68,7 +68,7 @@ class StartedReplica:
 
 @dataclass(frozen=True)
 class Predecessor:
-    """What an earlier actor of the stage left; without arguments there was none.
+    """The state that an earlier actor of the stage left; empty without one.
 
     ``newest`` is the snapshot that it may have been pushing. ``rebuilds`` counts the replicas that
     were rebuilt before; ``report`` includes them.

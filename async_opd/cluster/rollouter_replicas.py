@@ -92,7 +92,7 @@ class RollouterActor(SingletonActor):
     async def build(self) -> None:
         """See SingletonActor. Cancels the orders of an earlier object: the new one repeats them.
 
-        Nobody waits any more for the answers that an earlier object has asked for.
+        No caller waits any more for the answers that an earlier object has asked for.
         """
         await self._cancel_starts()
         config = self.actor_factory.config

@@ -36,9 +36,9 @@ MESSAGES = "ray_messages.log"
 STARTS = 3
 """How often a local cluster is started at most, for another reason than a slow agent."""
 TOO_SLOW = "timed out during startup"
-"""What Ray's error says where its processes were too slow: it has no class of its own."""
+"""Text of Ray's error where its processes were too slow: it has no separate class."""
 SLOW_AGENT = "Timed out waiting for file"
-"""What the raylet says where its agent was: the file is to hold the agent's port."""
+"""The raylet's text if its agent was too slow: the file is to hold the agent's port."""
 STREAM_S = 2.0
 """Seconds between two looks at what workers have written."""
 
@@ -156,18 +156,18 @@ async def _logs_kept(
 
 
 async def _stream_logs(folder: RayFolder, run_dir: Path, ended: asyncio.Event) -> None:
-    """Copies what workers write, until the run has ended; what failed is tried again.
+    """Copies what workers write, until the run has ended; failed copies are tried again.
 
-    Each new error is said once.
+    Each new error is printed once.
     """
-    said = ""
+    printed = ""
     while not ended.is_set():
         try:
             await asyncio.to_thread(folder.stream_logs, run_dir)
         except Exception as error:  # of any kind: the run goes on
-            if repr(error) != said:
-                said = repr(error)
-                write_stderr(indented(f"ray_logs/ does not have what workers write now: {said}"))
+            if repr(error) != printed:
+                printed = repr(error)
+                write_stderr(indented(f"ray_logs/ does not have what workers write now: {printed}"))
         with suppress(TimeoutError):
             async with asyncio.timeout(STREAM_S):
                 await ended.wait()
@@ -213,8 +213,8 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
             )
     except Exception as error:
         if TOO_SLOW in str(error):
-            said = folder.raylet_error() if folder is not None else ""
-            cause = f"Ray's processes did not start in time: {said or error}"
+            logged = folder.raylet_error() if folder is not None else ""
+            cause = f"Ray's processes did not start in time: {logged or error}"
             raise _TooSlow("cluster", cause, "is the machine overloaded? See ray_logs/") from error
         if isinstance(error, ValueError):  # of a job whose runtime_env differs from ours
             remedy = "leave what it names out of the runtime_env of the job"
@@ -228,14 +228,14 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
         ) from error
 
 
-def _append_message(run_dir: str | None, said: dict[str, Any], ignore_prefix: bool) -> None:
+def _append_message(run_dir: str | None, message: dict[str, Any], ignore_prefix: bool) -> None:
     """Writes what Ray would print about a crashed process to a file of the run directory.
 
     ``run.log`` names the member that died. A run without a directory keeps no message.
     """
     if run_dir is not None:
         with suppress(OSError), open(Path(run_dir) / MESSAGES, "a", opener=regular_file) as file:
-            file.writelines(f"{line}\n" for line in said["lines"])
+            file.writelines(f"{line}\n" for line in message["lines"])
 
 
 async def _in_a_daemon(work: Callable[[], object]) -> None:

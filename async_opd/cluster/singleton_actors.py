@@ -37,7 +37,7 @@ NO_GPUS = "join machines with GPUs, or raise timeouts.stall_s if they come later
 
 
 class SingletonActor(ABC):
-    """A stage in one process of its own, or in several."""
+    """A stage in one separate process, or in several."""
 
     remote: Remote
 

@@ -106,8 +106,8 @@ class SingletonActors:
         await self.trainers.watch(trainer)
         error = trainer.failure
         assert isinstance(error, StageError)
-        who = "" if error.stage == TRAINER else f"{error.stage}: "
-        raise ProcessDied(TRAINER, who + error.cause, error.remedy) from error
+        prefix = "" if error.stage == TRAINER else f"{error.stage}: "
+        raise ProcessDied(TRAINER, prefix + error.cause, error.remedy) from error
 
     async def _rebuilt(self, member: Member[SingletonActor]) -> SingletonActor:
         """Rebuilds a member in a process that Ray has started already."""

@@ -72,7 +72,7 @@ def build_replayer(
     spec: RankSpec | None = None,
     followers: Sequence[Remote] = (),
 ) -> Replayer:
-    """What computes kept steps again, with the learner of ``build_trainer``; it has no queue."""
+    """Computes kept steps again, with the learner of ``build_trainer``; it has no queue."""
     from trainer.build import build_learner
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK

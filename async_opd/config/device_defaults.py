@@ -1,8 +1,8 @@
-"""What ``auto`` is by device, where the value that suits a CPU would starve a GPU or overfill it.
+"""Values of ``auto`` by device, where the value that suits a CPU would starve a GPU or overfill it.
 
 config ──resolved──► ``async_opd check``, the run's config.yaml
 
-Whoever needs one of the values asks here, with its device. Imports nothing before it is called: the
+All callers take the values from here, by device. Imports nothing before it is called: the
 trainer does without pydantic.
 """
 
@@ -28,12 +28,12 @@ ALLOCATOR = {
 }
 """Environment of the trainer's ranks. Rows have another length in each step, and chunks of logits
 another number of rows: fixed segments would fragment. Engines do without it, since vLLM's sleep
-frees memory that it allocates in a pool of its own, which such segments are incompatible with."""
+frees memory that it allocates in a separate pool, which such segments are incompatible with."""
 ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class EngineSizes(NamedTuple):
-    """What bounds one step of an engine."""
+    """The bounds of one step of an engine."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -58,7 +58,7 @@ Offload = Literal["none", "moments", "parameters"]
 
 
 def offloads(train: TrainConfig, device: str) -> Offload:
-    """What of a rank is in host memory during training; on a CPU everything is anyway."""
+    """The part of a rank in host memory during training; on a CPU everything is."""
     return "none" if device == "cpu" else train.offload
 
 
@@ -67,7 +67,7 @@ ENTRIES_OF_A_THREAD = 5_000_000
 
 
 def train_threads(config: RunConfig, device: str, cores: int, entries: int) -> int:
-    """CPU threads of each rank, of a student with so many parameters, on a machine of its own.
+    """CPU threads of each rank, of a student with so many parameters, on a separate machine.
 
     By ``auto`` on a CPU the ranks share the cores beside the engines, which have one thread each;
     at least two cores, since engines wait too: a step of a 245M student beside three engines took
@@ -103,7 +103,8 @@ def reduces_once(train: TrainConfig, entries: int, memory: int) -> bool:
 def resolved(config: RunConfig, device: str) -> RunConfig:
     """The config with the engines' sizes on the device in place of ``auto``.
 
-    ``train.gradient_checkpointing`` stays: what ``auto`` is depends on the student's layers, too.
+    ``train.gradient_checkpointing`` stays: the value of ``auto`` depends on the student's layers,
+    too.
     """
     from async_opd.config.sections.teachers import EngineTeacher
 

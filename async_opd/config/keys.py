@@ -80,7 +80,7 @@ def key_of(loc: Iterable[int | str]) -> str:
 
 
 def keys_below(key: str) -> list[str]:
-    """The keys of a section, of all its kinds together; none if ``key`` is no section."""
+    """The keys of a section, of all its kinds together; none if ``key`` is not a section."""
     return list(dict.fromkeys(name for name, _ in _fields(_annotations(key))))
 
 

@@ -96,7 +96,7 @@ def load_recorded_config(
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[Any, Any]:
-    """A config's content with overrides. ConfigError for those that are no overrides."""
+    """A config's content with overrides. ConfigError for text that is not an override."""
     source = _Source(COMMAND_LINE, _copied(tree))
     for override in overrides:
         source.override(override)
@@ -185,7 +185,7 @@ class _Source:
         parts = [part.strip() for part in key.split(".")]
         if not equals or not all(parts):
             short = text if len(text) < MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
-            self._refuse(short, "is no override", "write key=value, as in train.lr=1e-4")
+            self._refuse(short, "is not an override", "write key=value, as in train.lr=1e-4")
             return
         if len(parts) > MAX_DEPTH:
             remedy = f"write at most {MAX_DEPTH}"
@@ -196,7 +196,7 @@ class _Source:
         except YamlError as error:
             quoted = "" if names_secret(parts[-1]) else f"{_shown(raw)} "
             cause = f": {error}" if quoted else ""
-            self._refuse(key, f"{quoted}is no valid YAML{cause}", "quote it: key='\"value\"'")
+            self._refuse(key, f"{quoted}is not valid YAML{cause}", "quote it: key='\"value\"'")
             return
         node: Any = self.tree
         for depth, part in enumerate(parts[:-1], 1):
@@ -275,7 +275,7 @@ def _read(file: Readable) -> dict[Any, Any]:
         tree = load_yaml(text)
     except YamlError as error:
         problems = [
-            Problem(f"{file}:{line}", key, f"is no valid YAML: {message}" if not key else message)
+            Problem(f"{file}:{line}", key, f"is not valid YAML: {message}" if not key else message)
             for line, key, message in error.faults
         ]
         raise ConfigError(problems) from None

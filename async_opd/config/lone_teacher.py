@@ -12,7 +12,7 @@ ITSELF = "student"
 
 
 def with_one_teacher(config: RunConfig, name: str) -> RunConfig:
-    """The config with this teacher, on GPUs of its own: no other pool is there."""
+    """The config with this teacher, on dedicated GPUs: no other pool is there."""
     teacher = config.teachers[name]
     own = {} if isinstance(teacher, EndpointTeacher) else {"placement": "dedicated", "with_": None}
     return config.model_copy(update={"teachers": {name: teacher.model_copy(update=own)}})
@@ -24,13 +24,13 @@ def with_itself_as_teacher(config: RunConfig, shown: Collection[str] = ()) -> Ru
     That is the first teacher's that has engines, if possible one of the data sources ``shown``,
     whose prompts have images: another's may have no room for them.
     """
-    seeing = {config.teacher_of(source) for source in shown}
+    vision = {config.teacher_of(source) for source in shown}
     engines = {
         name: one.engine
         for name, one in config.teachers.items()
         if not isinstance(one, EndpointTeacher)
     }
-    first = sorted(engines, key=lambda name: name not in seeing)[:1]
+    first = sorted(engines, key=lambda name: name not in vision)[:1]
     settings = engines[first[0]] if first else config.rollout.engine
     itself = SelfTeacher(kind="self", sources=[ITSELF], engine=settings)
     return config.model_copy(update={"teachers": {ITSELF: itself}})

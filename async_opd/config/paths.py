@@ -32,7 +32,7 @@ def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add, recorded: bool =
 
     ``run_dir`` stays relative to the working directory. Variables that are not set are added, and
     those that hold a secret, which the run directory's config.yaml would show. That one, which is
-    ``recorded``, has none left: what looks like one there is text.
+    ``recorded``, has none left: text that looks like one is not a reference.
     """
     for section, name, key in _paths(tree):
         text = section[name]

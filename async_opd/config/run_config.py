@@ -149,7 +149,7 @@ class RunConfig(Section):
             yield f"teachers.{name}.weight", fault, "remove it, or set numbers"
 
     def _keeping_faults(self) -> Iterator[tuple[str, str, str]]:
-        """What ``checkpoint.keep_best`` and ``guardrail.mode: roll_back`` need."""
+        """The needs of ``checkpoint.keep_best`` and ``guardrail.mode: roll_back``."""
         best = self.checkpoint.keep_best
         if best is not None and not (self.data.eval and self.eval.every):
             missing = "eval.every is 0" if self.data.eval else "data.eval has no source"
@@ -194,7 +194,7 @@ class RunConfig(Section):
         return "gloo" if self.cluster.joins else "shared_memory"
 
     def _colocation_faults(self) -> Iterator[tuple[str, str, str]]:
-        """What does not go together with rollout engines on the trainer's GPUs."""
+        """Settings that exclude rollout engines on the trainer's GPUs."""
         if self.sync.backend == "nccl":
             fault = "found nccl, which refuses two processes on one GPU: the trainer and an engine"
             yield "sync.backend", fault, "set it to auto, which goes through host memory here"

@@ -88,7 +88,7 @@ def _in_query(name: str) -> bool:
 
 
 def looks_like_a_variable(name: str) -> bool:
-    """Whether the name can be shown: it consists of words in capitals, and is no key itself."""
+    """Whether the name can be shown: it consists of words in capitals, and is not a key itself."""
     words = name.split("_")
     shape = all(re.fullmatch(r"[A-Z][A-Z0-9]{0,15}|[0-9]{1,4}", word) for word in words)
     return shape and not looks_secret(name)

@@ -57,7 +57,7 @@ def user_object(name: str, group: str) -> Callable[..., Any]:
 
 
 def user_transport(name: str) -> ModuleType:
-    """Imports ``module:`` or an entry point. UserCodeError for what is no transport's module."""
+    """Imports ``module:`` or an entry point. UserCodeError if it is not a transport's module."""
     place = name.removesuffix(":")
     try:
         points = _entry_points(name, TRANSPORTS)
@@ -66,7 +66,7 @@ def user_transport(name: str) -> ModuleType:
         raise UserCodeError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     lacks = [part for part in ENDS if not hasattr(found, part)]
     if lacks or not isinstance(found, ModuleType):
-        raise UserCodeError(f"{name} is no module with {', '.join(lacks) or 'both ends'}")
+        raise UserCodeError(f"{name} is not a module with {', '.join(lacks) or 'both ends'}")
     return found
 
 

@@ -1,6 +1,6 @@
 """YAML for configs: ``1e-5`` is a number, duplicate keys are refused, errors have a line.
 
-Some plain words that YAML 1.1 converts stay strings here: ``12:30:00`` is no number of base 60,
+Some plain words that YAML 1.1 converts stay strings here: ``12:30:00`` is not a number of base 60,
 ``2026-01-01`` no date and ``010`` no eight.
 """
 
@@ -44,7 +44,7 @@ class _Loader(yaml.SafeLoader):
         except CONSTRUCTOR_ERRORS as error:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{repr(node.value)[:SHOWN]} is no {kind}", node.start_mark
+                None, None, f"{repr(node.value)[:SHOWN]} is not a valid {kind}", node.start_mark
             ) from error
 
 

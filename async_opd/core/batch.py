@@ -1,4 +1,4 @@
-"""What travels through the queue: many samples as one buffer, with headers beside it.
+"""Batches for the queue: many samples as one buffer, with headers beside it.
 
     items ──Batch.pack──► rows + one uint8 buffer ──queue──► Batch.unpack ──► items
 
@@ -129,7 +129,7 @@ class Batch:
 
     @property
     def without_payloads(self) -> Batch:
-        """The same headers with an empty buffer; each still tells the bytes of its payload."""
+        """The same headers with an empty buffer; each keeps the size of its payload."""
         return Batch(self.rows, NOTHING.buffer)
 
     @property

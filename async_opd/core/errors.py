@@ -21,7 +21,7 @@
     │   └── StageTimeout   (also a TimeoutError)
     ├── QueueClosed        the topic was closed: no more samples will come
     ├── LengthError        a message whose arrays differ in length (also a ValueError)
-    └── ScoreError         scores or log-probabilities that are no numbers (also a ValueError)
+    └── ScoreError         scores or log-probabilities that are not numbers (also a ValueError)
 
 All of them are picklable: they cross process boundaries through Ray.
 """
@@ -94,7 +94,9 @@ class WorkersFailed(StageError):
         which: dict[str, list[str]] = {}
         for worker, fault in enumerate(faults):
             which.setdefault(fault, []).append(str(worker))
-        found = (f"worker {', '.join(who)}: {fault}" for fault, who in which.items() if fault)
+        found = (
+            f"worker {', '.join(workers)}: {fault}" for fault, workers in which.items() if fault
+        )
         super().__init__(stage, f"{method} failed in its engine: {'; '.join(found)}")
         self.args = (stage, method, faults)
         self.faults = faults

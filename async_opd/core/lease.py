@@ -1,4 +1,4 @@
-"""What a consumer takes from a topic, and what a topic counts."""
+"""Leased samples of a topic, and the topic's counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stages of the pipeline answer: their reports, events and progress."""
+"""The answers of the pipeline's stages: reports, events and progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from async_opd.core.samples import Header
 
 LEASE = "lease"
-"""What happens to a sample at the moment at which a consumer takes it from the queue."""
+"""The event of a sample at the moment at which a consumer takes it from the queue."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What a stage did since its last report.
+    """The work of a stage since its last report.
 
     ``counters`` are sums since the last report, ``gauges`` the values now, ``busy`` the intervals
     in which the pool computed, ``waits_for`` what it waits for now ('' if it computes). ``spans``

@@ -72,7 +72,7 @@ class Prompt:
         return {**vars(self), "encoded": {}}
 
     @property
-    def seen_by_teacher(self) -> Prompt:
+    def for_teacher(self) -> Prompt:
         """The prompt with the tokens that the teacher reads."""
         return self if self.teacher_ids is None else replace(self, token_ids=self.teacher_ids)
 
@@ -196,9 +196,9 @@ class Rollout:
         return turns[0] if len(turns) == 1 else np.concatenate([self.continuation[:0], *turns])
 
     @property
-    def seen_by_teacher(self) -> Rollout:
+    def for_teacher(self) -> Rollout:
         """The rollout with the teacher's prompt and the same tokens after it."""
-        prompt = self.prompt.seen_by_teacher
+        prompt = self.prompt.for_teacher
         return self if prompt is self.prompt else self.after(prompt)
 
     def after(self, prompt: Prompt) -> Rollout:

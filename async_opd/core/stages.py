@@ -115,7 +115,7 @@ class Queue(Protocol):
         ...
 
     async def media(self, hashes: Sequence[str]) -> dict[str, bytes]:
-        """Encoded bytes by SHA-256, without images that nobody keeps (``MediaCache`` fetches so).
+        """Encoded bytes by SHA-256, without images that have no owner (``MediaCache`` fetches so).
 
         It waits for those that the driver has still to put again after a restart of the queue.
         """
@@ -168,11 +168,11 @@ class Rollouter(Protocol):
         ...
 
     async def events(self, seen: int, wait: bool = True) -> Events:
-        """What became of replicas after the line ``seen``; waits until there is something."""
+        """Events of replicas after the line ``seen``; waits until there is one."""
         ...
 
     async def report(self) -> StageReport:
-        """What happened since the last report."""
+        """The work since the last report."""
         ...
 
 
@@ -262,7 +262,7 @@ class Trainer(Protocol):
         ...
 
     async def report(self) -> StageReport:
-        """What happened since the last report."""
+        """The work since the last report."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a stage says about a file that it has written."""
+"""A stage's record of a file that it has written."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     a row group ──refuse_large_group──► pages that may be decoded
     a stream's messages ──refuse_compressed──► batches that are as large as the file
-    a batch ──size_of──► what its values become as Python objects, those said once for many, too
+    a batch ──size_of──► what its values become as Python objects, those stored once for many, too
 
 Encodings and compression let a file of a few bytes say gigabytes. Of broken files these functions
 raise errors of many kinds.
@@ -36,7 +36,7 @@ DATA, DATA_V2 = 5, 8
 GROUPS, COLUMNS, ROWS, ABOUT = 4, 1, 3, 3
 """Fields of a footer, of a row group in it, and of a column in that."""
 VALUES, DECOMPRESSED, COMPRESSED, FIRST, FIRST_DICTIONARY = 5, 6, 7, 9, 11
-"""Fields of what is said about a column: numbers of values and bytes, and places in the file."""
+"""Fields of a column's statistics: numbers of values and bytes, and places in the file."""
 
 
 def row_groups(file: IO[bytes]) -> list[Any]:

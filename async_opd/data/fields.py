@@ -94,12 +94,12 @@ class RowSource(PromptSource):
 
 
 def too_large() -> str:
-    """What is wrong with an entry of more than ``MAX_ROW_BYTES``."""
+    """The fault of an entry of more than ``MAX_ROW_BYTES``."""
     return f"is too large: more than {MAX_ROW_BYTES >> 20} MiB"
 
 
 def _excess(fields: dict[str, Any]) -> str | None:
-    """What is too much in a row: it is pickled, rendered and graded as a whole."""
+    """The part of a row that is too large: a row is pickled, rendered and graded whole."""
     size, level, depth = 0, [fields], 0
     while level:
         depth += 1

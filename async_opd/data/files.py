@@ -51,7 +51,7 @@ class FileSource(RowSource):
         if not os.path.exists(path):
             raise SourceError(str(path), "does not exist")
         if not (path.is_file() or path.is_dir()):
-            raise SourceError(str(path), "is no file")  # reading a pipe might never end
+            raise SourceError(str(path), "is not a file")  # reading a pipe might never end
         yield from file_rows(self, path, index, data, start)
 
     def _remote_rows(self, index: int, data: DataConfig, start: int) -> Iterator[Row | SourceError]:
@@ -118,9 +118,9 @@ def _entries(path: RowFile, start: int) -> Iterator[tuple[int, str | dict[str, A
     if path.suffix == ".jsonl":
         yield from islice(_lines(path), start, None)
     elif path.suffix == ".parquet":
-        yield from enumerate(_arrow(path, start, "is no valid parquet"), start)
+        yield from enumerate(_arrow(path, start, "is not valid parquet"), start)
     elif isinstance(path, Path) and path.is_dir():
-        yield from enumerate(_arrow(path, start, "is no datasets directory"), start)
+        yield from enumerate(_arrow(path, start, "is not a datasets directory"), start)
     else:
         raise SourceError(str(path), "is neither *.jsonl, *.parquet nor a datasets directory")
 
@@ -154,7 +154,7 @@ def _parsed(line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from error
+        raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"is {type(fields).__name__}, not an object")
     return fields

@@ -1,7 +1,7 @@
 """Images of a row, by their content: what its messages show where, and the encoded bytes.
 
     field data.images ──in order──► "<image>" in texts, parts {"type": "image"} ──┐
-    parts with an image of their own: bytes, a path, a data URL ──────────────────┴► Row.images
+    parts with an embedded image: bytes, a path, a data URL ──────────────────────┴► Row.images
 
 The row's prompt becomes messages with a part for each image that has its SHA-256 in place of the
 image, and its fields have the SHA-256 too, so that the bytes lie in ``Row.encoded`` alone. Pillow
@@ -132,7 +132,7 @@ class RowImages:
             try:
                 return base64.b64decode(value[found.end() :], validate=True)
             except ValueError as error:
-                raise ValueError(f"has an image whose data URL is no base64: {error}") from error
+                raise ValueError(f"has an image whose data URL is not base64: {error}") from error
         if URL.match(value):
             raise ValueError(f"has the image {_short(value)}: a URL, which is not downloaded")
         return self._file(value, most)

@@ -1,4 +1,4 @@
-"""What teachers read in place of the student's prompt, and where the two differ.
+"""The prompts of teachers in place of the student's, and where the two differ.
 
 row ──prompt_template──► text or messages ──chat template──► token ids
 """
@@ -48,7 +48,7 @@ def _read(text: Text, template: str | None, row: Row) -> list[int]:
 
 
 @dataclass(frozen=True)
-class SeenPrompt:
+class TeacherPrompt:
     """A row's prompt as the student or a teacher reads it; ``pieces`` are its tokens' texts."""
 
     reader: str
@@ -69,7 +69,7 @@ class Difference:
     end: int
 
 
-def seen_prompts(config: RunConfig, text: Text, row: Row) -> list[SeenPrompt]:
+def prompts_as_read(config: RunConfig, text: Text, row: Row) -> list[TeacherPrompt]:
     """The row's prompt as the student reads it, and then as its teacher does, if it has one.
 
     Raises what encoding a prompt raises.
@@ -79,10 +79,10 @@ def seen_prompts(config: RunConfig, text: Text, row: Row) -> list[SeenPrompt]:
     if name is not None:
         readers[name] = teacher_readers(config, text).get(name, readers[STUDENT])
     found = {reader: read(row) for reader, read in readers.items()}
-    return [SeenPrompt(one, tuple(ids), tuple(text.pieces(ids))) for one, ids in found.items()]
+    return [TeacherPrompt(one, tuple(ids), tuple(text.pieces(ids))) for one, ids in found.items()]
 
 
-def first_difference(student: SeenPrompt, teacher: SeenPrompt) -> Difference | None:
+def first_difference(student: TeacherPrompt, teacher: TeacherPrompt) -> Difference | None:
     """Where the teacher's prompt differs from the student's, token by token; None: nowhere."""
     if student.ids == teacher.ids:
         return None

@@ -1,4 +1,4 @@
 """Files of a run: opened without following links, written as a whole or line by line; their format.
 
-What lies below a directory that was given is read by ``foreign.ForeignPath`` alone.
+Files below a given directory are read by ``foreign.ForeignPath`` alone.
 """

@@ -5,7 +5,7 @@
 
 A downloaded or shared directory may have a link to any file that its reader can read. Therefore no
 link and no ``..`` is followed below it, pipes and devices are not read, and a read has a bound. The
-type is no ``os.PathLike``: nothing but its methods opens what it names.
+type is not an ``os.PathLike``: nothing but its methods opens what it names.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ForeignPath:
         return content
 
     def lines(self, most: int = RECORD_BYTES) -> Iterator[str]:
-        """The lines of a regular file; what is not UTF-8 is replaced in them.
+        """The lines of a regular file; bytes that are not UTF-8 are replaced in them.
 
         OSError if one has more than ``LINE_BYTES``, or all together count more than ``most``.
         """
@@ -197,7 +197,7 @@ class ForeignPath:
         """Opens part after part, each below the one before."""
         place = self._without_own_links() if self.own_links else self
         try:
-            if not place.parts:  # a file that is the place itself may be no link, a folder may
+            if not place.parts:  # a file that is the place itself must not be a link, a folder may
                 file = flags != os.O_PATH and not os.path.isdir(place.root)
                 return os.open(place.root, flags | (_HOW if file else os.O_CLOEXEC))
             handle = os.open(place.root, os.O_PATH | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
 """Reads files of JSON objects, one a line: metrics, dead letters, the journal.
 
-A kill may tear a line, which the next writer ends (``async_opd.files.lines``): such a line is no
-object, and stands last or where a run was continued.
+A kill may tear a line, which the next writer ends (``async_opd.files.lines``): such a line is not
+an object, and stands last or where a run was continued.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def json_objects(
 
 
 def metrics_rows(path: Place, most: int = RECORD_BYTES) -> Iterator[tuple[str, MetricsRow | None]]:
-    """Each line of a file of metrics, and its row; None if it is no such row. OSError."""
+    """Each line of a file of metrics, and its row; None if it is not such a row. OSError."""
     return ((line, metrics_row(line)) for line in _lines(path, most))
 
 
@@ -55,7 +55,7 @@ def json_object(line: str) -> dict[str, Any] | None:
 
 
 def metrics_row(line: str) -> MetricsRow | None:
-    """The row of a line of metrics; None if it is no such line."""
+    """The row of a line of metrics; None if it is not such a line."""
     entry = json_object(line)
     if entry is None:
         return None

@@ -4,7 +4,7 @@
                                  │ removed when no checkpoint before them is left, and when the
                                  └ run goes on from an earlier step
 
-What a file holds is said in ``trainer.replay.kept_step``.
+``trainer.replay.kept_step`` describes the content of a file.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class RemoteFile:
             return bool(files.isdir(path))
 
     def open(self, mode: str = "r", encoding: str | None = None) -> IO[Any]:
-        """Opens it as ``Path.open`` does; what is written is there once it is closed. OSError."""
+        """Opens it as ``Path.open`` does; the bytes are there once it is closed. OSError."""
         files, path = self._place
         named = {} if encoding is None else {"encoding": encoding}
         with only_os_errors(self.url):

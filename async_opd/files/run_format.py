@@ -20,7 +20,7 @@ KEY = "run_format"
 
 OLDER = "use the version of async_opd that made the run, or start another in a new --run-dir"
 NEWER = "update async_opd to the version that made the run, or start another in a new --run-dir"
-STRANGE = "check the path: this is no run directory, or its run.json was changed"
+STRANGE = "check the path: this is not a run directory, or its run.json was changed"
 
 
 def write_run_format(run_dir: Path) -> None:

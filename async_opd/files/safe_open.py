@@ -23,11 +23,11 @@ from pathlib import Path
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 PRIVATE_UMASK = 0o077
 LINK = "is a symbolic link, which a run does not follow: remove it"
-NO_FILE = "is no regular file: remove it"
+NO_FILE = "is not a regular file: remove it"
 
 
 def regular_file(path: str, flags: int) -> int:
-    """An ``opener`` for ``open`` that never waits. OSError if the path is no regular file.
+    """An ``opener`` for ``open`` that never waits. OSError if the path is not a regular file.
 
     A new file is readable by its owner only; an existing one keeps its mode.
     """

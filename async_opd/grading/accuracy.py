@@ -1,4 +1,4 @@
-"""What several graded answers to each prompt say about a model: mean@n, pass@k, maj@n.
+"""Figures of a model by several graded answers to each prompt: mean@n, pass@k, maj@n.
 
     grades of one prompt ──► its values ──mean and standard error over prompts──► metrics
 

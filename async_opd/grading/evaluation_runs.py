@@ -100,7 +100,7 @@ class EvaluationRuns:
             await self._measure_teachers(least_s)
 
     async def finished(self) -> None:
-        """Waits for the evaluation that is under way. It has bounds of its own."""
+        """Waits for the evaluation that is under way. It has separate bounds."""
         if self._running is not None:
             await self._running
 

@@ -1,4 +1,4 @@
-"""Graders in processes of their own: one that hangs or dies costs one response, and no run.
+"""Graders in separate processes: one that hangs or dies costs one response, and no run.
 
     request, response, row ──pickle──► async_opd.grading.grader_process
     a number, or the reason why not ◄──JSON line that names the request──┘
@@ -187,7 +187,7 @@ class GraderSpec:
 class Graders:
     """One grader, in as many processes as it has work for, up to ``grading.processes``.
 
-    The wait for a free process is no part of a response's time. ``exact`` runs in this process: it
+    The wait for a free process is not part of a response's time. ``exact`` runs in this process: it
     is known code, and quick.
     """
 

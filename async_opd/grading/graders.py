@@ -41,7 +41,7 @@ UNIT = re.compile(
     r"(?:\s|~|\\[ ,;:!]|\\?[%$]|°|\^\{?\\circ\}?|\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?[23]\}?)?"
     rf"|(?<=\s){LETTER}++|/?{LETTER}{{2,}}+|(?<={LETTER})[-/]{LETTER}++)*+\.?"
 )
-"""What may follow the number in a box: white space, signs and words.
+"""Text that may follow the number in a box: white space, signs and words.
 
 Possessive: other ways to split the letters of a sentence are never tried, whose number doubles with
 each letter.
@@ -149,7 +149,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from error
 
 
 def is_function(name: str) -> bool:
@@ -173,7 +173,7 @@ def _place_of(name: str) -> tuple[str, str]:
 
 
 def _function(name: str) -> Any:
-    """What ``module:function`` or ``file.py:function`` names."""
+    """The function that ``module:function`` or ``file.py:function`` names."""
     place, function = _place_of(name)
     if not place and names_user_code(name, GRADERS):
         return user_object(name, GRADERS)

@@ -18,7 +18,7 @@ from async_opd.core.row import Media
 from async_opd.core.stages import Queue
 
 Fetch = Callable[[Sequence[str]], Awaitable[Mapping[str, bytes]]]
-"""Encoded bytes by SHA-256; hashes whose bytes nobody holds are left out (``Queue.media``)."""
+"""Encoded bytes by SHA-256; hashes whose bytes no process holds are left out (``Queue.media``)."""
 FETCH_S = 300.0
 """Seconds after which a fetch has failed, where no other bound is given."""
 REMEDY = "resume the run: the driver reads images again from the data source"
@@ -70,9 +70,9 @@ class MediaCache:
         """The encoded bytes of each image, in order; ``of`` is the uid that errors name.
 
         An image that is fetched already for another caller is waited for. RolloutFault for an image
-        that nobody holds, or whose bytes have another SHA-256; StageTimeout after ``timeout_s``;
-        what ``fetch`` raises. A failed fetch fails all who wait for it, and the next call repeats
-        it.
+        that no process holds, or whose bytes have another SHA-256; StageTimeout after
+        ``timeout_s``; what ``fetch`` raises. A failed fetch fails for all its callers, and the next
+        call repeats it.
         """
         hashes = list(dict.fromkeys(one.sha256 for one in media))
         found = {sha256: self._kept[sha256] for sha256 in hashes if sha256 in self._kept}
@@ -166,6 +166,6 @@ def _named(of: str) -> str:
 
 
 def _retrieved(task: asyncio.Task[dict[str, bytes]]) -> None:
-    """The error of a fetch reaches its waiters; where all of them were cancelled, nobody."""
+    """The error of a fetch reaches its waiters; where all of them were cancelled, no caller."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,6 @@
 """Encoded bytes of an image to its pixels: the one way that data, engines and ranks go.
 
-It does what a vLLM server does with a data URL, so that a served teacher sees the same pixels.
+It does what a vLLM server does with a data URL, so that a served teacher computes the same pixels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-"""What Pillow may decode."""
+"""Formats that Pillow may decode."""
 MPO = "MPO"
 """A JPEG to which a camera has added a second picture."""
 WHITE = (255, 255, 255)
@@ -49,7 +49,7 @@ def opened(encoded: bytes, max_pixels: int | None = None) -> Image:
 
 
 def decode(encoded: bytes) -> Image:
-    """The pixels that a model sees, in mode RGB.
+    """The pixels that a model receives, in mode RGB.
 
     It is turned as its EXIF orientation says, which exchanges width and height of a photograph
     taken upright. An image with an alpha channel, or with a transparent color of its palette or of
@@ -72,7 +72,7 @@ def decode(encoded: bytes) -> Image:
 
 
 def data_url(encoded: bytes) -> str:
-    """An image as a server takes it, which sees from the bytes how they are encoded."""
+    """An image as a server takes it, which detects the encoding from the bytes."""
     return f"data:image/png;base64,{base64.b64encode(encoded).decode()}"
 
 

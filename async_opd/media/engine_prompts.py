@@ -5,7 +5,7 @@
     n rollouts, or a rollout to score ◄── one request each ────┘
 
 The engine does not compare placeholders and images, so this does. Requests name an image by its
-SHA-256 and the engine's salt: what the engine has cached of older weights is never found again.
+SHA-256 and the engine's salt: the engine's cache of older weights is never found again.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """Whether inputs of products are copies of their own."""
+        """Whether inputs of products are separate copies."""
         return self.compute != self.residual
 
     def norm(self, width: int) -> int:

@@ -17,7 +17,7 @@ from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.memory.pools import Machine, bytes_of_a_token, engine_section, step_of
 from async_opd.memory.step import peak
 from async_opd.models.json_files import read_json
-from async_opd.models.model_files import sees
+from async_opd.models.model_files import is_vision_model
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import text_settings
 
@@ -39,7 +39,7 @@ def with_lengths(config: RunConfig) -> RunConfig:
     """The config with what the run needs as ``max_model_len`` of engines that have none.
 
     Models keep their own limit whose rotary positions depend on it, and so do teachers that render
-    prompts in their own way, or images, whose lengths are not known.
+    prompts differently, or images, whose lengths are not known.
     """
     needed = needed_tokens(config)
 
@@ -64,7 +64,7 @@ def _reads_the_students(config: RunConfig, name: str) -> bool:
     """Whether a teacher gets the student's prompts, token by token."""
     teacher = config.teachers[name]
     altered = teacher.renders or teacher.prompt_template is not None
-    return not (altered or sees(config.teacher_model(name)))
+    return not (altered or is_vision_model(config.teacher_model(name)))
 
 
 def with_recomputation(config: RunConfig, machine: Machine, beside: int) -> RunConfig:

@@ -29,7 +29,7 @@ from async_opd.media.engine_prompts import KEPT_BYTES
 from async_opd.memory.step import Step, Terms, peak, states
 from async_opd.models.adapted import trained_entries
 from async_opd.models.engine_args import Device, engine_dtype
-from async_opd.models.model_files import sees
+from async_opd.models.model_files import is_vision_model
 from async_opd.models.model_size import ModelSize, moment_bytes, power_of_two
 
 EVAL = "eval"
@@ -165,7 +165,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
         mask=train.attention == "sdpa" or (train.compile and device == "cpu"),
         trained=trained,
         still=still,
-        sees_still=size.tower is not None and still == size.tower.entries,
+        vision_frozen=size.tower is not None and still == size.tower.entries,
         moment_bytes=moment_bytes(train.moments, SAMPLE) / math.prod(SAMPLE),
         teacher_vocabulary=max(columns, default=0),
         on_host=ON_HOST[train.offload] if device == "cuda" else frozenset(),
@@ -175,7 +175,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
 
 
 def _still(config: RunConfig, size: ModelSize) -> int:
-    """Entries of what sees that ``train.freeze`` names."""
+    """Entries of the vision parts that ``train.freeze`` names."""
     if size.tower is None:
         return 0
     of = {
@@ -196,7 +196,7 @@ def _row_tokens(config: RunConfig, device: Device) -> int:
 
 
 def resting(config: RunConfig, machine: Machine) -> Terms:
-    """What a rank keeps on its GPU between two steps; beside colocated engines it is offloaded."""
+    """A rank's memory on its GPU between two steps; beside colocated engines it is offloaded."""
     kept = _heads(config, machine) | outside(config, "train", machine)
     if config.rollout.host == "train":
         return kept
@@ -246,7 +246,7 @@ def _received(config: RunConfig, machine: Machine) -> Terms:
 
 
 def _recorded(config: RunConfig) -> Terms:
-    """What ``log.microscope`` keeps of a step's tokens until its end, float64.
+    """Records of ``log.microscope`` of a step's tokens until its end, float64.
 
     Of each token at most 13 numbers and five for each of the ``top_k`` (``trainer.recording``).
     """
@@ -282,7 +282,7 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
     trained = step.size.floats - step.still if step.trained is None else step.trained
     copied = 4 * trained * step.copies // ranks + state["moments"]
     host = {"process": RANK_PROCESS, "checkpoint": copied}
-    if sees(config.student.model):
+    if is_vision_model(config.student.model):
         host["image cache"] = config.data.image_cache_mib << 20
     sent = _snapshot(config, step, machine.device)
     first = {"snapshot": sent}
@@ -314,7 +314,7 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
     parallel = pool.tensor_parallel
     weights = machine.sizes(model).engine_bytes(engine_dtype(pool.engine, machine.device))
     host = {"process": ENGINE_PROCESS}
-    if sees(model):
+    if is_vision_model(model):
         host["image cache"] = ((config.data.image_cache_mib << 20) + KEPT_BYTES) // parallel
     if name in ("rollout", EVAL):
         host |= _received(config, machine)

@@ -31,14 +31,14 @@ Terms = dict[str, int]
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank's memory depends on.
+    """The inputs of a rank's memory.
 
     ``ranks`` share the student, with ``copies`` of all shards. ``tokens`` are a rank's of its
     longest row, of which ``responses`` reach the head. ``half``: it computes in bfloat16.
     ``recompute``: which activations it computes again. ``mask``: attention has a mask of the whole
     row. ``trained``: entries of adapters, None if all weights are trained. ``still``: entries of
-    what sees that are frozen, and ``sees_still``: nothing of it is trained. ``moment_bytes``: of
-    both moments of an entry. ``on_host``: terms that are in host memory instead.
+    vision parts that are frozen, and ``vision_frozen``: nothing of it is trained. ``moment_bytes``:
+    of both moments of an entry. ``on_host``: terms that are in host memory instead.
     ``teacher_vocabulary``: columns of a teacher's logits in the trainer. ``reduces_once``: each
     rank sums its gradients before they are sharded, on its GPU whatever ``on_host`` says. ``kept``:
     further bytes that are there all the time, by term.
@@ -55,7 +55,7 @@ class Step:
     mask: bool = False
     trained: int | None = None
     still: int = 0
-    sees_still: bool = False
+    vision_frozen: bool = False
     moment_bytes: float = 8
     on_host: frozenset[str] = frozenset()
     teacher_vocabulary: int = 0
@@ -83,7 +83,7 @@ class Step:
 
 
 def states(step: Step) -> Terms:
-    """What a rank has in every phase of a step: its share of weights, gradients and moments."""
+    """A rank's memory in every phase of a step: its share of weights, gradients and moments."""
     size, shards = step.size, step.ranks // step.copies
     trained = size.floats - step.still if step.trained is None else step.trained
     frozen = (2 if step.half else 4) * (step.still if step.trained is None else size.floats)
@@ -126,7 +126,7 @@ def backward(step: Step) -> Terms:
     ):  # its gradients as head and as embedding, and their sum
         table = 12 * step.size.vocabulary * step.size.hidden
         phases.append({"activations": kept_activations(step, 0), "head's gradient": table})
-    if step.size.tower and not (step.frozen or step.sees_still):
+    if step.size.tower and not (step.frozen or step.vision_frozen):
         phases.append(_tower_backward(step))
     return max(phases, key=lambda terms: sum(terms.values()))
 
@@ -136,7 +136,7 @@ def _seen(step: Step, backward: bool = False) -> Terms:
     tower = step.size.tower
     if tower is None:
         return {}
-    if step.frozen or step.sees_still:
+    if step.frozen or step.vision_frozen:
         return {"images": pixels_of(tower, step.tokens)}
     still = step.still == tower.entries - tower.projector
     of = (tower, step.precision, step.recompute, step.tokens, still)

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps of what sees, for the patches of a row's images.
+"""Bytes that autograd keeps of the vision tower, for the patches of a row's images.
 
     pixels ──patches──► x ──norm──► q, k, v ──rotary──► attention ──► + ──norm──► MLP ──► +
                                                                                        │

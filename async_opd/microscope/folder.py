@@ -145,7 +145,7 @@ class RecordWriter:
         kept[step] = len(content), _begun(samples)
 
     def _thin(self, kept: dict[int, tuple[int, int]]) -> None:
-        """Removes the files of steps that are no multiples of twice the stride."""
+        """Removes the files of steps that are not multiples of twice the stride."""
         self.stride *= 2
         for step in [step for step in kept if step % self.stride]:
             (self.folder / _name(step, self.rank)).unlink(missing_ok=True)

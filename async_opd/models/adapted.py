@@ -8,7 +8,7 @@ from typing import Any
 
 from async_opd.config.sections.train import LoraConfig
 from async_opd.models.model_files import ModelError
-from async_opd.models.model_size import SEES, tensors_of
+from async_opd.models.model_size import VISION, tensors_of
 
 NOT_LINEAR = re.compile(
     r"(^|\.)(lm_head|embed_\w+|\w*embeddings?|wte|wpe|router|experts|(mlp|block_sparse_moe)\.gate)\."
@@ -25,7 +25,7 @@ def linear_layers(model: str | Path) -> dict[str, tuple[int, int]]:
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape, _ in _tensors(model)
         if name.endswith(".weight") and len(shape) == 2
-        if not NOT_LINEAR.search(name) and not SEES.search(name)
+        if not NOT_LINEAR.search(name) and not VISION.search(name)
     }
 
 
@@ -47,7 +47,7 @@ def adapter_kwargs(lora: LoraConfig | None, model: str) -> dict[str, Any]:
     """The arguments of a student's engine that applies adapters; none if they are merged.
 
     One adapter at a time: each weight sync replaces it. vLLM wraps the head of some families too,
-    unless it is told the names of layers, and then cannot score prompts beside other requests: the
+    unless it gets the names of layers, and then cannot score prompts beside other requests: the
     wrapped head takes all rows for one row a request. ModelError if the model cannot be read.
     """
     if lora is None or lora.sync == "merged":
@@ -68,6 +68,6 @@ def mixture(model: str | Path) -> bool:
 def _tensors(model: str | Path) -> list[tuple[str, tuple[int, ...], str]]:
     try:
         return tensors_of(Path(model))
-    except Exception as error:  # safetensors has an exception of its own, without a base
+    except Exception as error:  # safetensors' exception has no base class
         message = f"the weights of {model} cannot be read: {type(error).__name__}: {error}"
         raise ModelError(message, "save the model again") from error

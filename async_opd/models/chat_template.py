@@ -81,11 +81,11 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that the template reads. ValueError if it is no template."""
+        """The names that the template reads. ValueError if it is not a template."""
         try:
             names = _environment(self.date).parse(str(self.text)).find_all(nodes.Name)
         except TemplateError as error:
-            raise ValueError(f"{self.place} is no chat template: {error}") from error
+            raise ValueError(f"{self.place} is not a chat template: {error}") from error
         return frozenset(name.name for name in names if name.ctx == "load")
 
     @property
@@ -107,7 +107,7 @@ class ChatTemplate:
         return added[thought.start() :] if thought else ""
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with ``system`` in place of their own system message."""
+        """The messages with ``system`` in place of theirs, if there is one."""
         if self.system is None:
             return messages
         own = bool(messages) and messages[0].get("role") in ("system", "developer")
@@ -130,7 +130,7 @@ class ChatTemplate:
 
     @cached_property
     def content(self) -> Literal["any", "text", "parts"]:
-        """What contents of messages the template shows the text of: a text, parts, or any."""
+        """The contents of messages whose text the template shows: a text, parts, or any."""
         text, parts = self._shows(PROBE), self._shows(PARTS_PROBE)
         return "any" if text == parts else "text" if text else "parts"
 

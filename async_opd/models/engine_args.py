@@ -124,7 +124,7 @@ def share_left(total: int, beside: int) -> float:
 def smallest_gpu() -> int | None:
     """Bytes of this machine's smallest GPU that processes can have; None if that is not known.
 
-    What nvidia-smi and NVML call the total contains what the driver reserves for itself: of an
+    The total of nvidia-smi and NVML contains the driver's reserve: of an
     H100 of 80 GB about 0.5 GiB. CUDA's total, of which vLLM takes an engine's share, does not.
     """
     query = ["nvidia-smi", "--query-gpu=memory.total,memory.reserved"]

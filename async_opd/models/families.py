@@ -1,4 +1,4 @@
-"""Families of models that see: of which it was shown that engines and trainer compute the same.
+"""Families of vision models for which tests show that engines and trainer compute the same.
 
 A family is a ``model_type`` of transformers' ``AutoModelForImageTextToText`` that vLLM has too.
 Expansion, inputs and weights have no code for single families: another one is added here when
@@ -20,14 +20,14 @@ TAKEN = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
 TOWERS = {"llava": "clip_vision_model"}
 """The kind of tower of families that have several."""
 NOT_ON_CPU = {
-    "gemma3": "vLLM on a CPU hides the later tokens of an image from its earlier ones, which see "
-    "them in transformers and on GPUs"
+    "gemma3": "vLLM on a CPU hides the later tokens of an image from its earlier ones, which "
+    "attend to them in transformers and on GPUs"
 }
 NOT_TRAINED = {"gemma3": "tokens of an image see each other, and the trainer's rows are causal"}
 WITH_PREFIX = ("gemma3", "llava")
 """Families whose towers have weights ``vision_tower.vision_model.…`` on the hub and in vLLM."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of which a model that sees has at least one: the settings of its image processor."""
+"""Files of which a vision model has at least one: the settings of its image processor."""
 
 
 def refused(config: Mapping[str, Any], device: Device | None, trained: bool) -> str:

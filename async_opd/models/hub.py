@@ -52,7 +52,7 @@ class NamedModel:
 
 
 def named_models(config: RunConfig) -> list[NamedModel]:
-    """The student and the teachers with a model of their own."""
+    """The student and the teachers with a separate model."""
     own = config.student
     found = [NamedModel("student", own.model, own.revision, own.trust_remote_code)]
     for name, teacher in config.teachers.items():
@@ -113,7 +113,7 @@ def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str
 
     def from_cache(named: NamedModel) -> str | None:
         directory = _cached(named)
-        note = f"{named.key}.model: {named.model} is not a directory and is taken for a hub id"
+        note = f"{named.key}.model: {named.model} is not a local directory and is used as a hub id"
         if directory is None:
             notes.append(
                 f"{note}; it is not in the local cache: the run can check only after the download "

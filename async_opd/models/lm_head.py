@@ -71,7 +71,7 @@ class LogitShape:
             return cls(_scale(settings), soft_cap)
         except (TypeError, ValueError, ArithmeticError) as error:
             message = (
-                f"config.json of {name} scales its logits by a value that is no number: {error}"
+                f"config.json of {name} scales its logits by a value that is not a number: {error}"
             )
             raise ModelError(message, "save the model again") from error
 
@@ -110,7 +110,7 @@ class HeadFiles:
         try:
             config = read_json(path / "config.json")
             places = _places(path)
-        except Exception as error:  # safetensors has an exception of its own, without a base
+        except Exception as error:  # safetensors' exception has no base class
             message = f"the weights of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error
         shape = LogitShape.of(config, str(path))
@@ -147,7 +147,7 @@ def _module(name: str) -> str:
 def _weight(path: Path, places: dict[str, TensorPlace], settings: Mapping[str, Any]) -> TensorPlace:
     """The head's matrix: its own, or the embedding if the two are tied."""
     own, embedding = _matrices(places, HEADS), _matrices(places, EMBEDDINGS)
-    # config.json may lack the key: then a matrix of its own, if there is one, is the head.
+    # config.json may lack the key: then a separate matrix, if there is one, is the head.
     tied = settings.get("tie_word_embeddings")
     found = (embedding or own) if tied else (own if own or tied is False else embedding)
     if len(found) != 1:

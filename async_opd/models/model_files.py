@@ -30,7 +30,7 @@ OF_ATTENTION = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
 """Kinds of layers, as ``layer_types`` names them, that pass on tokens by attention or not at all.
 transformers' ``linear_attention`` is any layer with a recurrent state."""
 MEDIA = ("audio_config", "thinker_config")
-"""Keys of configurations of models that hear, and of some that speak."""
+"""Keys of configurations of models with audio input or output."""
 
 
 REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audio_model_id")
@@ -185,7 +185,7 @@ class ModelFiles:
         media = [key for key in MEDIA if self.config.get(key) is not None]
         layers = self.config.get("layer_types")
         if media:
-            return f"has a {media[0]}: models that hear cannot be trained"
+            return f"has a {media[0]}: models with audio input cannot be trained"
         if self.config.get("is_encoder_decoder"):
             return "has an encoder: it cannot be trained"
         if self.config.get("model_type") == "llama4_text" or (
@@ -237,7 +237,7 @@ class ModelFiles:
         return value if isinstance(value, int) and value > 0 else None
 
 
-def sees(model: str) -> bool:
+def is_vision_model(model: str) -> bool:
     """Whether a local model computes images, by its config.json; a model without one does not.
 
     ValueError or OSError if the file cannot be read.
@@ -289,7 +289,7 @@ def missing_shards(path: Path) -> list[str]:
     try:
         shards = read_json(file).get("weight_map", {})
     except ValueError as error:
-        raise ModelError(f"{file} is no valid JSON: {error}", "save the model again") from error
+        raise ModelError(f"{file} is not valid JSON: {error}", "save the model again") from error
     if not isinstance(shards, dict) or not all(isinstance(one, str) for one in shards.values()):
         message = f"{file}: weight_map does not map names to files"
         raise ModelError(message, "save the model again")

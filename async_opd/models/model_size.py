@@ -31,10 +31,10 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 TABLES = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.weight$")
 FIRST_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.0\.")
-SEES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
+VISION = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Names of a tower's tensors, and of what projects its states into the decoder's."""
 PROJECTS = re.compile(r".*?(projector|merger|connector|aligner)[^.]*(\.\d+)?", re.IGNORECASE)
-"""What names of the latter begin with, for each one (``trainer.vision.parts``)."""
+"""Beginnings of the names of the latter, for each one (``trainer.vision.parts``)."""
 
 Moments = Literal["float32", "bfloat16", "8bit"]
 """In what AdamW's two moments are kept, as ``train.moments``."""
@@ -48,7 +48,7 @@ Tensor = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class Tower:
-    """What sees, with ``entries`` of which its ``projector`` has some.
+    """The vision parts, with ``entries`` of which its ``projector`` has some.
 
     ``hidden`` and ``inner`` are the widths of its ``layers``, of ``block`` entries each; ``gated``:
     their feed-forward part has two input matrices, and their norms are RMSNorms. A patch is
@@ -76,7 +76,7 @@ class Tower:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Sequence[Tensor]) -> Tower | None:
-        """By a config.json and the tensors that see; None without any. TypeError, ValueError."""
+        """By a config.json and the vision tensors; None without any. TypeError, ValueError."""
         given = config.get("vision_config")
         if not isinstance(given, Mapping) or not tensors:
             return None
@@ -117,8 +117,8 @@ class ModelSize:
     together: both are one matrix if it is tied. ``norms`` of the hidden width are in a layer,
     ``query_norms``: queries and keys are normalized too. ``gated``: the feed-forward part has two
     input matrices. ``active`` of ``experts`` compute a token; both 0 without a mixture.
-    ``recomputable``: transformers can recompute the layers. ``tower``: what sees, if anything does.
-    ``numels``: entries of a tensor, and the number of such tensors.
+    ``recomputable``: transformers can recompute the layers. ``tower``: the vision parts, if there
+    are any. ``numels``: entries of a tensor, and the number of such tensors.
     ``outside``: entries outside of layers, embedding and head. Where layers differ, widths are the
     largest. ``caches``: for each layer that computes keys and values the heads that an engine
     keeps of a token, and the numbers of each; empty if not known.
@@ -151,7 +151,7 @@ class ModelSize:
         path = Path(model)
         try:
             return cls.of(read_json(path / "config.json"), tensors_of(path))
-        except Exception as error:  # safetensors has an exception of its own, without a base
+        except Exception as error:  # safetensors' exception has no base class
             message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error
 
@@ -165,7 +165,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tensors: Iterable[Tensor]) -> ModelSize:
-        """By a config.json and all tensors. ValueError or TypeError for a value that is no size."""
+        """By a config.json and all tensors. ValueError, TypeError for a value that is none."""
         tensors = list(tensors)
         floats = sum(math.prod(shape) for _, shape, kind in tensors if kind in FLOATS)
         others = sum(
@@ -174,8 +174,8 @@ class ModelSize:
             if kind not in FLOATS
         )
         numels = Counter(math.prod(shape) for _, shape, _ in tensors)
-        seeing = [one for one in tensors if SEES.search(one[0])]
-        tensors = [one for one in tensors if not SEES.search(one[0])]
+        vision = [one for one in tensors if VISION.search(one[0])]
+        tensors = [one for one in tensors if not VISION.search(one[0])]
         first = {FIRST_LAYER.split(name)[-1] for name, *_ in tensors if FIRST_LAYER.search(name)}
         given = text_settings(config)
         layers = layers_of(given)
@@ -207,7 +207,7 @@ class ModelSize:
             experts=experts,
             active=_number(given, "num_experts_per_tok", "top_k_experts") if experts else 0,
             recomputable=given.get("model_type") not in NOT_RECOMPUTED,
-            tower=Tower.of(config, seeing),
+            tower=Tower.of(config, vision),
             numels=tuple(numels.items()),
             outside=_entries(tensors) - inside - table if inside else 0,
             caches=_caches(given, [(keys, width) for _, keys, width in widths if layers]),

@@ -187,7 +187,7 @@ class ImageProcessor:
         return np.asarray(made["input_ids"], dtype=np.int32).reshape(-1)
 
     def _made(self, images: list[Any]) -> Any:
-        """What the processor makes of images and their placeholders, as torch tensors."""
+        """The processor's result for images and their placeholders, as torch tensors."""
         text = self._token * len(images)
         return self._processor(
             text=[text], images=images, add_special_tokens=False, return_tensors="pt"

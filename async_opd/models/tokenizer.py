@@ -55,7 +55,7 @@ class Text:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises the bare class
-            raise ValueError(f"{file} is no tokenizer: {error}") from error
+            raise ValueError(f"{file} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # the file may ask for truncation and padding, which
         self._tokenizer.no_padding()  # would change prompts
         self._mode, self._parse = chat_template, special_tokens == "parse"
@@ -89,7 +89,7 @@ class Text:
         return made
 
     def chat_of_teacher(self, config: RunConfig, name: str) -> ChatTemplate:
-        """A teacher's template: what its section does not say is the student's."""
+        """A teacher's template: keys that its section does not set are the student's."""
         teacher = config.teachers[name]
         values, system = teacher.chat_template_kwargs, teacher.system_prompt or self.chat.system
         if teacher.own_template:
@@ -280,7 +280,7 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def eos_ids(model_dir: str | Path) -> tuple[int, ...]:
     """Tokens that end a response, by generation_config.json or else config.json.
 
-    ValueError or TypeError if the value is no token.
+    ValueError or TypeError if the value is not a token.
     """
     for name in ("generation_config.json", "config.json"):
         value = read_json(Path(model_dir) / name).get("eos_token_id")

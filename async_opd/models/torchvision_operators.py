@@ -3,8 +3,8 @@
 driver, ranks, replicas, graders ──► install ──► sys.path, PYTHONPATH ──► engines and other children
                                                      └─ first_on_path/torchvision
 
-vLLM's engines import torchvision before any code of ours: what defines its operators has to be on
-their path when they start. Other programs of the environment are left alone.
+vLLM's engines import torchvision before any code of ours: the module that defines its operators has
+to be on their path when they start. Other programs of the environment are left alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers asks nobody about the files of a model: neither the user nor a hub.
+"""transformers reads the files of a model without a question to the user or a hub.
 
 ``trust_remote_code=False`` is not passed to everything that a config.json names, and where nothing
 is passed transformers asks on the terminal whether code of the model may run, with a text of its

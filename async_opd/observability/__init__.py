@@ -1,1 +1,1 @@
-"""What people look at: run.log, metrics, console, wandb, trace, and the watch for a stalled run."""
+"""Views of a run: run.log, metrics, console, wandb, trace, and the watch for a stalled run."""

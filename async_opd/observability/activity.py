@@ -116,7 +116,7 @@ class Activity:
         return now - since
 
     def drain_spans(self) -> tuple[Interval, ...]:
-        """What the trace alone shows, since the last call."""
+        """Intervals for the trace alone, since the last call."""
         spans, self._spans = self._spans, []
         return tuple(spans)
 

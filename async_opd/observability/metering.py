@@ -43,7 +43,7 @@ class Metering:
         self._initial = {k: v for k, v in (before or {}).items() if k.endswith(INITIAL)}
 
     def start(self) -> None:
-        """Called when training begins: time before it (evaluation) is no part of any rate."""
+        """Called when training begins: time before it (evaluation) is not part of any rate."""
         self._started = self._last = self._reported = self.clock()
         self._asks = True
         self._overlap_s = 0.0
@@ -102,7 +102,7 @@ class Metering:
     def traced(
         self, report: StepReport, pools: Mapping[str, StageReport]
     ) -> dict[str, list[Interval]]:
-        """What the trace shows: the pools' intervals, and then the samples trained since the last.
+        """Intervals for the trace: of pools, then of the samples trained since the last call.
 
         Nothing without reports of pools: a sample's way is written when it is trained, and has to
         be known by then.

@@ -223,5 +223,5 @@ def find(key: str) -> Metric | None:
 
 
 def unknown(keys: set[str]) -> list[str]:
-    """The keys of a line of ``metrics.jsonl`` that are no metrics of the catalogue, sorted."""
+    """The keys of a line of ``metrics.jsonl`` that are not metrics of the catalogue, sorted."""
     return sorted(key for key in keys - {"step", "time"} if find(key) is None)

@@ -49,7 +49,7 @@ async def pool_reports(stages: Stages) -> tuple[dict[str, StageReport], dict[str
 def between_reports(rows: Sequence[MetricsRow], start: int, end: int) -> Sequence[MetricsRow]:
     """About ``rows[start:end]``, from after a row with reports of pools to another one.
 
-    What these rows say of pools is then about just their steps: a row with ``perf/pools_s`` is
+    Figures of pools are then of just these rows' steps: a row with ``perf/pools_s`` is
     about all steps since the row before that has it. ``rows[start:end]`` without two such rows.
     """
     ends = [index + 1 for index, row in enumerate(rows) if POOLS_S in row.values]

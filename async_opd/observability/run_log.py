@@ -318,13 +318,13 @@ class RunLog:
         over, since = threading.Event(), time.monotonic()
         bound_s = getattr(sink, "longest_s", math.inf)
 
-        def speak() -> None:
+        def write_waits() -> None:
             while is_shown("info", self._format.level) and not over.wait(EVERY_S):
                 words = named(sink.name, time.monotonic() - since, bound_s)
                 with suppress(OSError):  # the next message is an error
                     self._messages_file.write(self._line(WAITING + words, "info"))
 
-        thread = threading.Thread(target=speak, name="waits", daemon=True)
+        thread = threading.Thread(target=write_waits, name="waits", daemon=True)
         thread.start()
         try:
             yield

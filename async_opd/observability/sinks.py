@@ -15,7 +15,7 @@ Status = Literal["completed", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: the content of ``summary.json``, in which each metric is a key of its own.
+    """How a run ended: the content of ``summary.json``, in which each metric is a separate key.
 
     ``steps`` is the last step that was logged, ``seconds`` the time since the log was opened,
     ``metrics`` the last value of every metric (the summarized ones win).

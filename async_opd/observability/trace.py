@@ -1,4 +1,4 @@
-"""The trace of a run: who computed when, as Chrome trace events for https://ui.perfetto.dev.
+"""The trace of a run: the work of each process, as Chrome trace events for https://ui.perfetto.dev.
 
     reports' intervals ──busy──► a thread ──► trace.json, complete JSON after every write
 
@@ -22,7 +22,7 @@ Pools = Mapping[str, Sequence[Interval]]
 
 TRACE = "trace.json"
 MAX_BYTES = 64 << 20
-"""Longest file; Perfetto opens it at once. What comes later is counted in the file and dropped."""
+"""Longest file; Perfetto opens it at once. Later intervals are counted in the file and dropped."""
 MAX_WAITING = 100_000
 """Intervals that may wait for the disk."""
 CLOSE_S = 10.0

@@ -21,7 +21,7 @@ MAX_PENDING = 10_000
 """Traced samples that are not trained yet; the oldest ones are forgotten."""
 ADMISSION, ADMIT, GRADE = "admission", "admit", "grade"
 SLICELESS = (ADMIT, LEASE, GRADE)
-"""Parts of a sample's way that are no slices of a thread: no arrow leads to them."""
+"""Parts of a sample's way that are not slices of a thread: no arrow leads to them."""
 
 
 class SampleFlows:

@@ -33,7 +33,7 @@ Mode = Literal["online", "offline", "disabled"]
 INIT_TIMEOUT_S = 30.0
 SERVICE = "wandb-core"
 """The name of wandb's own process."""
-UNTOLD = "run.log has the message (log.samples is false)"
+NOT_SENT = "run.log has the message (log.samples is false)"
 MAX_ROWS, MAX_ALERTS = 1000, 100
 """Rows that may wait for wandb's own process, and alerts besides."""
 
@@ -166,10 +166,10 @@ class WandbSink(Sink):
         self._raise()
 
     def message(self, text: str) -> None:
-        """Sends an alert if the message is one that somebody should act upon."""
+        """Sends an alert if the message needs an action of the user."""
         alert = alert_of(text)
         if alert is not None and self._run is not None:
-            shown = alert if self._config.log.samples else replace(alert, text=UNTOLD)
+            shown = alert if self._config.log.samples else replace(alert, text=NOT_SENT)
             self._dropped += not self._writer.put(shown)
 
     def _give(self, items: list[Row | Alert]) -> None:
@@ -257,7 +257,7 @@ _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "dis
 
 
 def own_mode() -> Mode:
-    """What ``log.wandb: auto`` means for this user: online with credentials."""
+    """The mode of ``log.wandb: auto`` for this user: online with credentials."""
     return _auto_mode(_own_settings())
 
 

@@ -28,7 +28,7 @@ PNG_BYTES = 16 << 10
 """A thumbnail whose PNG is larger is a JPEG: drawings stay exact, photographs small."""
 QUALITY = 85
 MOST_BYTES = 1 << 20
-"""A larger file is no thumbnail."""
+"""A larger file is not a thumbnail."""
 WAITING_BYTES = 256 << 20
 """Encoded images that may wait for the thread of ``keep_later``."""
 _SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}

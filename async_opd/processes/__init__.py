@@ -1,1 +1,1 @@
-"""What keeps processes alive and ends them: members and their restarts."""
+"""Members, their restarts and their ends."""

@@ -1,4 +1,4 @@
-"""Work that may block, done by a thread of its own from a bounded queue."""
+"""Work that may block, done by a separate thread from a bounded queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends calls into an engine when its process ends, also calls that would never be answered.
+"""Fails pending calls into an engine when its process ends.
 
     work ─────────┬──► its result
     process ends ─┴──► ProcessDied
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Iterable
 from typing import NoReturn, TypeVar
 
 from async_opd.core.errors import ProcessDied
-from async_opd.processes.last_lines import own_last_words
+from async_opd.processes.last_lines import last_error_line
 from async_opd.waiting.race import race
 
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ class ExitWatch:
         self._sentinels = [os.dup(sentinel) for sentinel in sentinels]
         self._ended = asyncio.Event()
         self._watched = False
-        self._last_words = ""
+        self._last_error = ""
 
     async def within(self, work: Awaitable[Result]) -> Result:
         """The work's result. ProcessDied as soon as one of the processes has ended."""
@@ -42,7 +42,7 @@ class ExitWatch:
 
     async def _death(self) -> NoReturn:
         await self._ended.wait()
-        last = f"; {self._last_words}" if self._last_words else ""
+        last = f"; {self._last_error}" if self._last_error else ""
         raise ProcessDied(self._name, f"its engine's process has ended{last}", "see its log")
 
     def _watch(self) -> None:
@@ -53,7 +53,7 @@ class ExitWatch:
 
     def _end(self) -> None:
         """Called once; the other sentinels are watched no more."""
-        self._last_words = own_last_words()
+        self._last_error = last_error_line()
         self._ended.set()
         for sentinel in self._sentinels:
             asyncio.get_running_loop().remove_reader(sentinel)

@@ -11,11 +11,11 @@ LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
 """Bytes read from the end of a log, and characters shown of one of its lines."""
 QUOTED_CHARACTERS, QUOTED_LINES = 300, 3
 _WARNING = re.compile(r"\bW\d{4} \d\d:|WARNING|\w*Warning:")
-"""What a line has that torch, vLLM or Python's ``warnings`` logged as a warning."""
+"""Marks of a line that torch, vLLM or Python's ``warnings`` logged as a warning."""
 
 
 def error_lines(path: str, lines: int) -> list[str]:
-    """The last lines of a regular file that speak of an error.
+    """The last lines of a regular file that report an error.
 
     For any other file, one line that says what it is.
     """
@@ -23,7 +23,7 @@ def error_lines(path: str, lines: int) -> list[str]:
 
 
 def _is_error(line: str) -> bool:
-    """Whether a line speaks of an error and is no warning, as of one in a future release."""
+    """Whether a line reports an error, and not a warning (of an error in a future release)."""
     return "rror" in line and _WARNING.search(line) is None
 
 
@@ -39,13 +39,13 @@ def _last_lines(path: str) -> list[str]:
     return [line[:MAX_LINE_CHARACTERS] for line in found]
 
 
-def own_last_words(descriptors: tuple[int, ...] = (2, 1)) -> str:
-    """What the files say last that this process and its children write their output to.
+def last_error_line(descriptors: tuple[int, ...] = (2, 1)) -> str:
+    """The last lines of the files that this process and its children write their output to.
 
     The last error line, or where there is none, as of a process that was killed, the last lines; ''
     if there are none, or if they write to no file.
     """
-    said: list[str] = []
+    ends: list[str] = []
     for descriptor in descriptors:
         try:
             path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -55,6 +55,6 @@ def own_last_words(descriptors: tuple[int, ...] = (2, 1)) -> str:
         errors = [line for line in found if _is_error(line)]
         if errors:
             return f"the last error in its output: {errors[-1][:QUOTED_CHARACTERS]}"
-        said = said or found[-QUOTED_LINES:]
-    words = " / ".join(line[:QUOTED_CHARACTERS] for line in said)
+        ends = ends or found[-QUOTED_LINES:]
+    words = " / ".join(line[:QUOTED_CHARACTERS] for line in ends)
     return f"its output has no error and ends with: {words}" if words else ""

@@ -1,6 +1,6 @@
 """Sockets that listen from the moment that their port is chosen.
 
-A port that is picked, released and told to another process can be taken by a third one meanwhile:
+A port that is picked, released and sent to another process can be taken by a third one meanwhile:
 the socket itself is handed over instead.
 """
 
@@ -16,7 +16,7 @@ def listening_socket(host: str, ports: range | None = None) -> socket.socket:
     """A socket that listens on the address ``host``, on the first free one of ``ports``.
 
     Without ``ports`` the system chooses. StageError if all of them are taken, OSError if ``host``
-    is no address of this machine.
+    is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (0,) if ports is None else ports:

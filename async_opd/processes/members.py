@@ -13,7 +13,7 @@
                                                         ▲   comes later     │
                                                         └───────────────────┘
 
-What a kind of member needs is its ``Policy``:
+A kind of member has a ``Policy``:
 
     student replicas    pull: their loop and a heartbeat report failures; rebuilt without a probe
     teacher replicas    are pushed and probed: each failed call is reported; readmitted or rebuilt
@@ -50,7 +50,7 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(eq=False)
 class Member(Generic[T]):
-    """Place ``index`` of a set. ``value`` is who has it now, its ``incarnation``-th successor.
+    """Place ``index`` of a set. ``value`` is its actor, ``incarnation`` the number of rebuilds.
 
     ``failure`` is the newest one, of a call, a probe or a rebuild; None in a member that serves.
     """
@@ -70,13 +70,13 @@ class Member(Generic[T]):
 Care = Callable[[Member[T]], Coroutine[Any, Any, Any]]
 Probe = Callable[[Member[T]], Coroutine[Any, Any, Exception | None]]
 Rebuild = Callable[[Member[T]], Coroutine[Any, Any, T]]
-"""What is done with a member: see ``Policy``."""
+"""The actions on a member: see ``Policy``."""
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Generic[T]):
-    """What a set does with its members; all but ``supervision`` may be left out.
+    """The actions of a set on its members; all but ``supervision`` may be left out.
 
     ``serve`` runs while a member serves: its end or error is the member's failure. ``alive`` raises
     if no heartbeat is answered within ``supervision.timeout_s``; one is asked for every
@@ -120,7 +120,7 @@ class Policy(Generic[T]):
 
 @dataclass
 class MemberSet(Generic[T]):
-    """The members of one kind, in the order of ``values``. ``run`` sees to all of them.
+    """The members of one kind, in the order of ``values``. ``run`` supervises all of them.
 
     ``waits`` says which of them are waited for.
     """
@@ -351,7 +351,7 @@ class MemberSet(Generic[T]):
         cause = one_line(failure) if failure is not None else ""
         took_s = self.policy.took_s(member) if after is State.REBUILDING else None
         event = Event(member.name, member.incarnation, before, after, cause, delay_s, took_s)
-        for hear in self._listeners:
-            hear(event)
+        for listener in self._listeners:
+            listener(event)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

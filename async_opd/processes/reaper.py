@@ -21,7 +21,7 @@ from uuid import uuid4
 import psutil
 
 MARKER = "ASYNC_OPD_RUN"
-"""The marker variable. Each run has a value of its own."""
+"""The marker variable. Each run has a different value."""
 END_S = 10.0
 """Seconds that ``kill_all`` waits for the reaper, whose rounds take about one second."""
 SCRIPT = """
@@ -47,7 +47,7 @@ for round in 1 2 3 4 5 6 7 8 9; do
 done
 [ -z "$1" ] || rm -rf -- "$1"
 """
-"""First the tracked processes, whose start times tell whether the id is another process's by now.
+"""First the tracked processes, whose start times show whether the id is another process's by now.
 Then the marked ones, until two rounds in succession find none: a killed process may just have
 started another one, and a process has no environment in the middle of an exec. Last, the directory
 in which they all worked is removed."""

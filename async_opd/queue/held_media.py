@@ -1,7 +1,7 @@
 """The images of everything that is in flight, by content hash, each of them once.
 
     keep(uid: hashes) ──lacking──► driver ──keep(bytes)──► held ──get(hashes)──► MediaCache
-    drop(uids) ──► an image that nobody keeps any more is gone
+    drop(uids) ──► images without owners are evicted
 
 An owner is a prompt, from before its group is put until the last of its rollouts is trained or a
 dead letter, or an evaluation while it lasts. So leases, consumers that die, stale samples and those
@@ -41,7 +41,7 @@ class HeldMedia:
         """Each owner keeps these hashes until ``drop``. Returns those whose bytes are not held.
 
         ``encoded`` are bytes of some of them. ``complete``: together with these, all images are
-        kept that anything in flight needs. From then on an image that nobody keeps is one of a
+        kept that anything in flight needs. From then on an image without an owner is one of a
         sample that was trained or given up. StageError for bytes with another hash.
         """
         self._complete |= complete
@@ -70,7 +70,7 @@ class HeldMedia:
         self._changed = asyncio.Event()
 
     async def get(self, hashes: Collection[str]) -> dict[str, bytes]:
-        """The bytes of these images, without those that nobody keeps.
+        """The bytes of these images, without those that have no owner.
 
         Waits for kept ones whose bytes are to come, and for all until ``complete``: a queue that
         was restarted gets all again from the driver, while consumers go on with what they had

@@ -163,7 +163,7 @@ def image_copies(config: RunConfig, teacher: str) -> float:
 
 
 def images_in_words(config: RunConfig, shown: Sequence[tuple[str, int]]) -> str:
-    """What images of prompts move and hold: ``shown`` are teacher and bytes of each of these."""
+    """Bytes of prompts' images, moved and held; ``shown``: teacher and bytes of each of these."""
     nbytes = [each for _, each in shown]
     mean, most = sum(nbytes) / len(nbytes), max(nbytes)
     copies = max(image_copies(config, teacher) for teacher in {name for name, _ in shown})
@@ -185,7 +185,7 @@ def kept_steps(config: RunConfig) -> int:
 
 
 def kept_in_words(config: RunConfig, traffic: Traffic) -> str:
-    """What ``log.replay`` writes to the disk, at most."""
+    """Bytes that ``log.replay`` writes to the disk, at most."""
     steps, step = kept_steps(config), traffic.step_samples
     all_ = min(steps * step, int(config.log.replay_gib * (1 << 30)))
     beyond = ""

@@ -4,7 +4,7 @@
 
 ``time_sharing`` gives a turn while the engines sleep. A turn ends when the trainer has had no work
 for ``linger_s``: it waits for samples that the engines are to make, or for a weight sync, which
-needs them awake. Whatever the trainer waits for, its turn ends, so that no wait lasts for ever.
+needs them awake. The trainer's turn ends with each wait, so that no wait lasts for ever.
 ``linger_s`` is the time in which the driver calls the next step, snapshot or capture.
 """
 
@@ -25,7 +25,7 @@ Move = Callable[[], Awaitable[None]]
 class GpuTurns:
     """``async with`` it around work on the GPUs: entering waits for a turn.
 
-    The error of a turn is that of all work that waits or comes later: nobody knows what moved.
+    The error of a turn is that of all work that waits or comes later: it is not known what moved.
     """
 
     def __init__(self, linger_s: float = LINGER_S, timer: Timer | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The GPUs that pools of a run share with guests, as the rollout stage sees them.
+"""The GPUs that pools of a run share with guests, for the rollout stage.
 
 Locks are taken in this order, and released in the other:
 

@@ -122,7 +122,7 @@ class GpuLock:
         self._holder = ""
 
     def locked(self) -> bool:
-        """Whether somebody holds it."""
+        """Whether it is held."""
         return self._lock.locked()
 
     async def acquire(self, what: str) -> None:
@@ -181,7 +181,7 @@ class GpuTimeSharing:
     ) -> None:
         """``hosts()`` returns those that are alive now; ``turn`` is what guests do, in errors.
 
-        ``held`` says that ``lock`` is taken already: who alternated them before may have died in a
+        ``held`` says that ``lock`` is taken already: an earlier scheduler may have died in a
         turn. ``run`` releases it when the hosts work again.
 
         A host finishes its requests before it sleeps, however long they take: ``sleep_timeout_s``
@@ -213,7 +213,7 @@ class GpuTimeSharing:
             for waiting in (self._idle, self._backlog):
                 if waiting is not None:
                     waiting.cancel()
-            self._idle = self._backlog = None  # a cancelled wait is no answer for the next call
+            self._idle = self._backlog = None  # a cancelled wait does not answer the next call
 
     async def endless(self) -> None:
         """Awaits ``run``. StageError if it ends before this task is cancelled, for any reason."""
@@ -228,7 +228,7 @@ class GpuTimeSharing:
     async def _resume_hosts(self) -> None:
         """Wakes the hosts, and releases the lock if it is held."""
         await self._all("wake up", self._wake)
-        self._idle = None  # that they were idle before they slept is no answer for the next phase
+        self._idle = None  # that they were idle before they slept does not answer the next phase
         if self._asleep:
             self._asleep = False
             self.lock.release()

@@ -88,11 +88,11 @@ def spec(made: Workspace) -> str:
 
 
 def save(config: RunConfig, folder: Path, entity: str | None = None, given: str = "") -> str:
-    """Saves the workspace of a config's project; returns what to tell the user.
+    """Saves the workspace of a config's project; returns the message for the user.
 
-    Without login it is only written to ``folder``, and the command that saves it is told; it names
-    ``given`` (default: the folder). AsyncOPDError if wandb refuses it or does not answer, after the
-    JSON was written.
+    Without login it is only written to ``folder``, and the message has the command that saves it;
+    that names ``given`` (default: the folder). AsyncOPDError if wandb refuses it or does not
+    answer, after the JSON was written.
     """
     project, path = config.log.project, folder / JSON
     online = own_mode() == "online"
@@ -120,7 +120,7 @@ def _default_entity() -> str:
     try:
         found = wandb.Api().default_entity
     except Exception as error:  # no common base either
-        raise AsyncOPDError(f"wandb does not say who you are: {error}; give --entity") from error
+        raise AsyncOPDError(f"wandb does not name your account: {error}; give --entity") from error
     if not found:
         raise AsyncOPDError("wandb names no default entity of this login: give --entity")
     return str(found)

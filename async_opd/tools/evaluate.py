@@ -77,8 +77,8 @@ def _evaluate(given: argparse.Namespace) -> int:
         raise _refused("MODEL", message, f"read its *.py, then add {TRUST}: it permits that code")
     if model is not None and (foreign(Path(model)) / MANIFEST).is_file():
         model = _exported(Path(model), out / MODEL, given.trust_remote_code)
-    alone = alone_of(config, model, given.teacher)
-    metrics = evaluate(config, alone, given.config, given.teacher, out)
+    evaluated = evaluation_config(config, model, given.teacher)
+    metrics = evaluate(config, evaluated, given.config, given.teacher, out)
     if given.json:
         print(json.dumps(metrics, indent=2, allow_nan=False))
     else:
@@ -86,7 +86,7 @@ def _evaluate(given: argparse.Namespace) -> int:
     return 0
 
 
-def alone_of(config: RunConfig, model: str | None, teacher: str | None) -> RunConfig:
+def evaluation_config(config: RunConfig, model: str | None, teacher: str | None) -> RunConfig:
     """The config with the model as its student, which only ``eval.replicas`` run.
 
     ConfigError for a model and a teacher, for an unknown or external teacher, and for no model.
@@ -162,7 +162,7 @@ def _refused(key: str, message: str, remedy: str) -> ConfigError:
 
 
 def evaluate(
-    config: RunConfig, alone: RunConfig, where: str, teacher: str | None, out: Path
+    config: RunConfig, evaluated: RunConfig, where: str, teacher: str | None, out: Path
 ) -> dict[str, float]:
     """Checks, evaluates and writes the results. ConfigError before an engine starts."""
     import uvloop
@@ -177,17 +177,17 @@ def evaluate(
     from async_opd.pictures.folder import MEDIA, Thumbnails
     from async_opd.prepare import check_inputs
 
-    # a teacher has to be no model that can be trained
-    ready = check_inputs(alone if teacher is None else config, where, fetch=True, load=True)
+    # a teacher need not be a model that can be trained
+    ready = check_inputs(evaluated if teacher is None else config, where, fetch=True, load=True)
     config, inputs, device = ready.config, ready.inputs, ready.device
     redacted = Redactor(config.model_dump(mode="json", by_alias=True))
     for note in inputs.notes:
         _say(redacted(note))
-    alone = config if teacher is None else alone_of(config, None, teacher)
+    evaluated = config if teacher is None else evaluation_config(config, None, teacher)
     others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
     problems = [problem for problem in inputs.problems if problem.key not in others]
-    needed = next(pool.gpus for pool in pools(alone) if pool.name == EVAL)
-    if device == "cuda" and not alone.cluster.joins and needed > gpu_count():
+    needed = next(pool.gpus for pool in pools(evaluated) if pool.name == EVAL)
+    if device == "cuda" and not evaluated.cluster.joins and needed > gpu_count():
         message = f"the engines take {needed} GPUs, this machine has {gpu_count()}"
         problems.append(Problem(where, "cluster", message, "take fewer replicas"))
     if not inputs.eval and not problems:
@@ -195,28 +195,28 @@ def evaluate(
         problems.append(Problem(where, "data.eval", message, "name a file"))
     if problems:
         raise ConfigError(problems)
-    text = Text.of(alone if teacher is None else config)
-    alone = with_defaults(alone, device)
+    text = Text.of(evaluated if teacher is None else config)
+    evaluated = with_defaults(evaluated, device)
     rows = [
-        [row for row in own if teacher in (None, alone.teacher_of(row.data_source))]
+        [row for row in own if teacher in (None, evaluated.teacher_of(row.data_source))]
         for own in inputs.eval
     ]
     with private_files():
         make_folder(out)
         readers = {} if teacher is None else teacher_readers(config, text)
-        pictures = Thumbnails(out / MEDIA, int(alone.log.thumbnails_mib * (1 << 20)))
+        pictures = Thumbnails(out / MEDIA, int(evaluated.log.thumbnails_mib * (1 << 20)))
         limit = inputs.max_eval_prompt_tokens
-        made = evaluation_of(alone, rows, text, out, readers, limit, pictures)
+        made = evaluation_of(evaluated, rows, text, out, readers, limit, pictures)
         if made is None:
             message = f"data.eval has no prompts for teacher {teacher}"
             raise ConfigError([Problem(where, "data.eval", message, "add some")])
-        metrics: dict[str, float] = uvloop.run(_measured(alone, device, text, made, teacher))
+        metrics: dict[str, float] = uvloop.run(_measured(evaluated, device, text, made, teacher))
         write_atomically(out / RESULT, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
     return metrics
 
 
 async def _measured(
-    alone: RunConfig, device: Device, text: Text, evaluation: Evaluation, teacher: str | None
+    evaluated: RunConfig, device: Device, text: Text, evaluation: Evaluation, teacher: str | None
 ) -> dict[str, float]:
     """The metrics, after the answers are written. StageError."""
     from async_opd.cluster.launch import launch_evaluators
@@ -224,13 +224,13 @@ async def _measured(
     from async_opd.waiting.liveness import ProgressWatchdog
     from async_opd.waiting.race import race
 
-    watchdog = ProgressWatchdog("evaluation", alone.timeouts.stall_s, "timeouts.stall_s")
+    watchdog = ProgressWatchdog("evaluation", evaluated.timeouts.stall_s, "timeouts.stall_s")
     ends = text.response_ends()
     try:
-        async with launch_evaluators(alone, device=device, eos_ids=ends, notify=_say) as stage:
+        async with launch_evaluators(evaluated, device=device, eos_ids=ends, notify=_say) as stage:
 
             async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-                seen = [prompt.seen_by_teacher for prompt in prompts] if teacher else prompts
+                seen = [prompt.for_teacher for prompt in prompts] if teacher else prompts
                 return await stage.generate(seen, sampling)
 
             async def supervised() -> EvaluationResult:
@@ -238,7 +238,7 @@ async def _measured(
                 raise StageError("evaluation", "its engines are not supervised any more", "")
 
             work = evaluation.run(answers, "eval")
-            most = most_tokens(alone, evaluation.requests)
+            most = most_tokens(evaluated, evaluation.requests)
             bounded = watchdog.within("waited for answers", work, stage.progress, most)
             measured = await race(bounded, supervised())
         await asyncio.to_thread(evaluation.record, ANSWERS, measured)

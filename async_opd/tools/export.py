@@ -50,7 +50,7 @@ FOLDERS = ("", ADAPTER, TEMPLATES)
 CHUNK = 8 << 20
 SHOWN = 10
 _MARKS = re.compile(r"([\\`*_~\[\]<>|#@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
-"""What markdown takes for more than text."""
+"""Characters that markdown takes for more than text."""
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -263,7 +263,7 @@ def _card(run: GivenRun, adapter: bool) -> str:
     if hide.quotes(card):
         message = "a text of the run has the value of a secret variable of your environment"
         remedy = "unset the variables that its config names (*_env): a card with a hidden text"
-        raise _refused("RUN_DIR", message, f"{remedy} would tell its author that it is the value")
+        raise _refused("RUN_DIR", message, f"{remedy} would confirm the value to its author")
     return hide(card)
 
 

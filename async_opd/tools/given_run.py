@@ -159,8 +159,8 @@ def _unusable_models(config: RunConfig, where: str, replayed: bool) -> Iterator[
     models = ModelChecks(config, found)
     models.models()
     student = models.files.get("student.model")
-    sees = student is not None and student.config.get("vision_config") is not None
-    if student and (reason := refused(student.config, None, trained=True) if sees else ""):
+    vision = student is not None and student.config.get("vision_config") is not None
+    if student and (reason := refused(student.config, None, trained=True) if vision else ""):
         remedy = "restore the run directory as it was: no run trains such a student"
         found.add("student.model", f"{student.path} {reason}", remedy)
     yield from found.problems

@@ -1,7 +1,7 @@
 """``async_opd watch RUN_DIR``: the live view of a run in another terminal, read only.
 
 metrics.jsonl, run.log ──FollowedRun──► ViewState ──► the console that the run itself has
-live.json: who runs, what pools wait for
+live.json: which process runs, what pools wait for
 summary.json: how it ended
 """
 
@@ -147,7 +147,7 @@ class Watch:
     file: TextIO | None = None
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
-    _heard: tuple[float, float] | None = field(default=None, init=False)
+    _last_row: tuple[float, float] | None = field(default=None, init=False)
     _last: float = field(default=0.0, init=False)  # the time of the last row or message
 
     def __post_init__(self) -> None:
@@ -264,9 +264,9 @@ class Watch:
         change that was seen.
         """
         now, last = self.clock(), live.time if live is not None else 0.0
-        if self._heard is None or self._heard[0] != last:
-            self._heard = last, last if live is not None and live.is_here else now
-        silent_s = now - self._heard[1]
+        if self._last_row is None or self._last_row[0] != last:
+            self._last_row = last, last if live is not None and live.is_here else now
+        silent_s = now - self._last_row[1]
         if silent_s < SILENT_S or (live is not None and live.is_here and live.has_process):
             return ""
         if live is not None and not live.is_here and silent_s < LOST_S:

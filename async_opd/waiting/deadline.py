@@ -11,7 +11,7 @@ from async_opd.core.errors import StageTimeout
 
 
 class Cancellable(Protocol):
-    """What a timer returns."""
+    """The result of a timer."""
 
     def cancel(self) -> None: ...
 
@@ -35,7 +35,7 @@ class Bound:
 
     It is ``asyncio.timeout`` but for an event loop that was blocked: the time by which its timer
     was late is given to the work once more, at most ``seconds`` in all. An answer that has arrived
-    meanwhile is in time so, however many turns of the loop it takes to the work. ``inf`` is no
+    meanwhile is in time so, however many turns of the loop it takes to the work. ``inf`` is not a
     bound. ``timer`` replaces the loop's own; it is never late.
     """
 
@@ -65,7 +65,7 @@ class Bound:
 
     def _ring(self) -> None:
         # uvloop calls timers before it reads what has arrived, and asyncio cancels a task whose
-        # result is there but a turn away: neither may decide about who has answered in time
+        # result is there but a turn away: neither may decide which task has answered in time
         late = asyncio.get_running_loop().time() - self._due
         if late > LATE_S and self._left > 0:
             again = min(late, self._left)
@@ -79,7 +79,7 @@ class Bound:
 
 
 class Deadline:
-    """Waits that end after a time in seconds; ``math.inf`` is no bound.
+    """Waits that end after a time in seconds; ``math.inf`` is not a bound.
 
     ``name`` is the stage, replica or actor that the errors name.
     """

@@ -32,7 +32,7 @@ def answer_s(quiet_s: float, depth: int = 1) -> float:
     """Seconds for each of several members to answer, so that all answer within one probe.
 
     ``depth`` 1: ``ProgressWatchdog`` asks them, with ``quiet_s``. 2: one of those members asks
-    them, and needs the rest of its own time to pass on the answers.
+    them, and needs the rest of its time to pass on the answers.
     """
     return min(ANSWER_S, quiet_s / PROBES_PER_TIMEOUT / 2) / depth
 
@@ -44,7 +44,7 @@ class ProgressWatchdog:
     """Ends waits of ``name`` after ``quiet_s`` seconds without a new token.
 
     ``key`` is the config key of ``quiet_s``. Tokens beyond ``MAX_RECOMPUTED`` times those that
-    were to come are no progress: work that repeats itself without end is ended, too. So a wait
+    were to come are not progress: work that repeats itself without end is ended, too. So a wait
     takes at most these tokens at the speed at which they come, and ``quiet_s``; it takes up to
     twice ``quiet_s`` if the progress reports do not come in time.
     """

@@ -39,7 +39,7 @@ async def endless(name: str, work: Awaitable[None]) -> None:
 
 async def in_thread(work: Callable[P, Result], *args: P.args, **named: P.kwargs) -> Result:
     """The work's result. After a cancellation it returns when the thread is done, too."""
-    # Nothing ends the thread: the caller has to know that no file changes any more.
+    # A thread cannot be cancelled: its caller must not go on while it still writes.
     return await to_its_end(asyncio.to_thread(work, *args, **named))
 
 

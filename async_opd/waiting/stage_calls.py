@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class StageCalls:
-    """The calls of other processes to ``stage``. Each runs in a task of its own."""
+    """The calls of other processes to ``stage``. Each runs in a separate task."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage

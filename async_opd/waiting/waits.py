@@ -50,7 +50,7 @@ class Waits:
         self._deadline = Deadline("waits", timer)
         self._clock = clock
         self._open: list[_Wait] = []
-        self._speaking: asyncio.Task[None] | None = None
+        self._logging: asyncio.Task[None] | None = None
 
     @contextmanager
     def on(self, what: str, bound_s: float = math.inf, each: str = "") -> Iterator[None]:
@@ -60,17 +60,17 @@ class Waits:
         """
         wait = _Wait(what, bound_s, each, self._clock())
         self._open.append(wait)
-        if self._speaking is None:
-            self._speaking = asyncio.create_task(self._speak(), name="waits")
+        if self._logging is None:
+            self._logging = asyncio.create_task(self._log_waits(), name="waits")
         try:
             yield
         finally:
             self._open.remove(wait)
             if not self._open:
-                self._speaking.cancel()
-                self._speaking = None
+                self._logging.cancel()
+                self._logging = None
 
-    async def _speak(self) -> None:
+    async def _log_waits(self) -> None:
         while True:
             await self._deadline.pause(EVERY_S)
             now, oldest = self._clock(), self._open[:MAX_NAMED]

@@ -14,10 +14,10 @@
                 replica that failed or did not answer in time fails as a member of its pool: it is
                 never resumed, but rebuilt, and ``rejoin``s with the newest snapshot
 
-All replicas are one group. With ``rolling`` each replica is a group of its own, and the others go
+All replicas are one group. With ``rolling`` each replica is a separate group, and the others go
 on generating with their old weights meanwhile. A push without any replica left succeeds: replicas
 that rejoin get its weights. A failure without a failed replica is the sender's; ``tries`` bounds
-how often it may come. A sender that is dead, or that hangs beyond the bound of its own collective,
+how often it may come. A sender that is dead, or that hangs beyond the bound of its collective,
 ends the push with ProcessDied.
 """
 
@@ -135,7 +135,7 @@ class BroadcastSync:
     async def refresh_evaluators(self) -> None:
         """Gives the newest weights to the evaluation replicas that serve; they have to be idle.
 
-        One after the other, each a group of its own. One that fails is ejected, and rebuilt.
+        One after the other, each a separate group. One that fails is ejected, and rebuilt.
         Raises as ``push`` does if the sender fails.
         """
         async with self._lock:
@@ -152,7 +152,7 @@ class BroadcastSync:
                 raise _worst(failures)
 
     async def _update_alone(self, index: int) -> tuple[int, Failures]:
-        """Updates a member as a group of its own to the newest snapshot. The group's number."""
+        """Updates a member as a separate group to the newest snapshot. The group's number."""
         assert self.newest is not None
         number = index if self._rolling else 1 + index
         failures = await self._groups.update(number, [index], *self.newest)

@@ -14,7 +14,7 @@ parameters  see one wrong bit of those that are sent tensors, or some joined (wh
             ``async_opd.weight_sync.parameters``), any difference between two replicas, and
             that other matrices change when what is sent does, from the second comparison on
 
-The rows (``async_opd.weight_sync.held_rows``) are fixed. Of a student that sees one has an image,
+The rows (``async_opd.weight_sync.held_rows``) are fixed. Of a VLM student one has an image,
 which the trainer's tower computes, and the engine's.
 
     trainer's and replica's log-probabilities ──► a Distance for each kind of rows
@@ -135,7 +135,7 @@ class RowLimits:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a replica's engine has after a sync.
+    """The weights of a replica's engine after a sync.
 
     ``logprobs`` are those of each row's compared tokens, float32, in nats. ``loaded`` are
     digests of its parameters, by name, one mapping for each worker. ``rounding`` is the largest

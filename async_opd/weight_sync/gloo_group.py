@@ -62,14 +62,16 @@ def all_know_secret(
 ) -> bool:
     """Whether every other rank sent the tag of a member. A collective."""
     ranks = range(size)
-    said = torch.frombuffer(bytearray(tags_sent(secret, rank, ranks)), dtype=torch.uint8).to(device)
-    heard = torch.empty_like(said)
-    group.alltoall_base(heard, said, [], []).wait()
-    return hmac.compare_digest(heard.cpu().numpy().tobytes(), tags_expected(secret, rank, ranks))
+    data = bytearray(tags_sent(secret, rank, ranks))
+    sent_tags = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    received_tags = torch.empty_like(sent_tags)
+    group.alltoall_base(received_tags, sent_tags, [], []).wait()
+    received = received_tags.cpu().numpy().tobytes()
+    return hmac.compare_digest(received, tags_expected(secret, rank, ranks))
 
 
 def _store(dist: Any, addresses: Addresses, timeout_s: float) -> Any:
-    """What torch reads and writes addresses through."""
+    """The store through which torch reads and writes addresses."""
 
     class Store(dist.Store):  # type: ignore[misc]
         def set(self, key: str, value: bytes) -> None:

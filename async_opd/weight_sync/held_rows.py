@@ -21,7 +21,7 @@ from async_opd.core.uid import Uid, rollout_uid
 LENGTHS = (2, 5, 13, 33, 75)
 """Tokens of the rows: 128 in all, of which 123 are predicted."""
 MOST_ROWS = len(LENGTHS) + 1
-"""Rows of a student that sees, of which one has an image; others have one row less."""
+"""Rows of a VLM student, of which one has an image; others have one row less."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 Kind = Literal["text", "image"]
 """Whether rows have an image."""
@@ -33,7 +33,7 @@ HELD = "held"
 class HeldRow:
     """A prompt and the ``compared`` tokens behind it, in ``ids`` int32 [T].
 
-    Of a student that sees one row has an image: ``media``, and its ``encoded`` bytes; its prompt
+    Of a VLM student one row has an image: ``media``, and its ``encoded`` bytes; its prompt
     has one placeholder for it.
     """
 

@@ -19,7 +19,7 @@ from async_opd.core.errors import WeightSyncError
 from async_opd.weight_sync.held_rows import HeldRow, Kind
 
 PEFT_PREFIX = "base_model.model."
-"""What the names of adapters' tensors begin with, in PEFT's files and in weight syncs."""
+"""The prefix of adapters' tensors, in PEFT's files and in weight syncs."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
                    └───────────────┼───────────────┘               │
     parameter                 qkv_proj.weight                 o_proj.weight     equal digests
 
-An engine joins some tensors along their first dimension, and gives others another name; what it
-divides, pads or converts is not learned. Once learned, a parameter has to follow what is sent.
-Matrices that are not learned have to change between two comparisons when what is sent does, but for
-those of a frozen tower or projector, which are not sent.
+An engine joins some tensors along their first dimension, and gives others another name; a parameter
+that it divides, pads or converts is not learned. Once learned, a parameter has to follow what is
+sent. Matrices that are not learned have to change between two comparisons when what is sent does,
+but for those of a frozen tower or projector, which are not sent.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SentTensors:
         """Whether the tensors that a parameter of the engine is made of are others than before.
 
         They are the one of its name; without it, matrices under its module or the module around it
-        that are no parameters by themselves, as the names of all parameters, ``own``, show. If the
+        that are not parameters by themselves, as the names of all parameters, ``own``, show. If the
         engine names its modules otherwise, every matrix has to be another than before.
         """
         if name in self.digests:
@@ -171,7 +171,7 @@ class LearnedParameters:
     def other_matrices(self, found: Mapping[Place, str]) -> dict[Place, str]:
         """The matrices that are not learned, for instance those that tensor parallelism divides.
 
-        Without those of which kernels use a packed copy, which has a place of its own.
+        Without those of which kernels use a packed copy, which has a separate place.
         """
         return {
             place: digest
@@ -203,7 +203,7 @@ class UnlearnedMatrices:
         """The names of those that are as before, although what was sent for them is not.
 
         All of them, if no matrix changed. If some did, those of a kind, such as the fused experts
-        of all layers in all workers, of which none did: what changed in one of them may be another
+        of all layers in all workers, of which none did: a change in one of them may be another
         worker's part, or lost by rounding it to another dtype. One that has the name, dtype and
         shape of a sent tensor is a kind by itself.
         """
@@ -250,7 +250,7 @@ def _dtype(digest: str) -> str:
 
 
 def _beside(name: str) -> tuple[str, str]:
-    """What names of tensors beside each other have in common: all but the module's own name."""
+    """The common part of the names of tensors beside each other: all but the module's own name."""
     module, _, kind = name.rpartition(".")
     return module.rpartition(".")[0], kind
 

@@ -86,14 +86,14 @@ class WeightReceiver(Protocol):
         ...
 
     async def receive(self, meta: WeightMeta) -> None:
-        """Receives the new weights. TransferAborted if that broke off, for no fault of its own."""
+        """Receives the new weights. TransferAborted if that broke off by a fault elsewhere."""
 
     async def finish(self, version: int) -> None: ...
     async def resume(self) -> None:
         """Generates again. TransferAborted if it has weights of two versions: it stays paused."""
 
     async def evidence(self, rows: Sequence[HeldRow]) -> Evidence:
-        """What the weights of its engine give for the rows, after ``resume``."""
+        """Its engine's results for the rows, after ``resume``."""
         ...
 
 
@@ -173,7 +173,7 @@ class SyncGroups:
 
         Every member absent from the result now runs ``version``.
         """
-        who = _names(group)
+        names = _names(group)
         if self._connected.get(number) != group:
             failures = await self.rendezvous(number, group)
             if failures:  # a member that hangs has failed too, though others raised the errors
@@ -181,10 +181,10 @@ class SyncGroups:
         started = self._clock()
         if self._on_sync == "finish":  # bounded per member by progress: responses may be long
             drains = {index: self._drained(index) for index in group}
-            failures = await self._each(f"pausing {who}", drains, math.inf)
+            failures = await self._each(f"pausing {names}", drains, math.inf)
         else:
             pauses = {index: self.receivers[index].pause(self._on_sync) for index in group}
-            failures = await self._each(f"pausing {who}", pauses)
+            failures = await self._each(f"pausing {names}", pauses)
         paused = self._loaded_at = self._clock()
         self.timings["sync/pause_s"] += paused - started
         if failures:  # no weight has changed yet: the members that paused can generate on
@@ -194,7 +194,7 @@ class SyncGroups:
         works: dict[int, Awaitable[None]] = {SENDER: self._send(number)}
         works |= {index: self._receive(index, version, meta, started) for index in group}
         allowed_s = self._timeout_s + meta.nbytes * self._seconds_per_byte
-        failures = await self._each(f"the broadcast to {who}", works, allowed_s)
+        failures = await self._each(f"the broadcast to {names}", works, allowed_s)
         if failures:  # the time in which the broadcast broke off is none of resuming
             self._loaded_at = self._clock()
         self.timings["sync/transfer_s"] += self._loaded_at - paused
@@ -219,17 +219,17 @@ class SyncGroups:
         self.disband(number)
         for index in group:
             self._leave(index)
-        who, sizes = _names(group), [self._workers[index] for index in group]
+        names, sizes = _names(group), [self._workers[index] for index in group]
         opening = self._sender.open(number, 1 + sum(sizes), tuple(self._connected))
         try:
-            rendezvous = await self._bounded(f"opening the rendezvous of {who}", opening)
+            rendezvous = await self._bounded(f"opening the rendezvous of {names}", opening)
         except (WeightSyncError, ProcessDied) as error:
             return {SENDER: error}
         offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
         works: dict[int, Awaitable[None]] = {SENDER: self._sender.connect(number)}
         for index, offset in zip(group, offsets, strict=True):
             works[index] = self.receivers[index].join(rendezvous, offset)
-        failures = await self._each(f"the rendezvous of {who}", works)
+        failures = await self._each(f"the rendezvous of {names}", works)
         if not failures:
             self._connected[number] = list(group)
         return {index: _rendezvous_failure(index, error) for index, error in failures.items()}
@@ -314,8 +314,8 @@ def _rendezvous_failure(index: int, error: Exception) -> Exception:
     """The failure of a member, as the coordinator has to treat it after a rendezvous.
 
     A rendezvous changes no weights, so a receiver's error is TransferAborted: it stays a member. A
-    receiver that hangs keeps its timeout and is ejected. A sender that waited for a receiver in
-    vain does not hang: its timeout becomes a WeightSyncError, and only its death is kept.
+    receiver that hangs keeps its timeout and is ejected. A sender whose receiver never
+    came does not hang: its timeout becomes a WeightSyncError, and only its death is kept.
     """
     if isinstance(error, ProcessDied if index == SENDER else StageTimeout):
         return error

@@ -1,4 +1,4 @@
-"""Every measurement, each in a process of its own with a limit of time; all figures in one file.
+"""Every measurement, each in a separate process with a limit of time; all figures in one file.
 
     python -m benchmarks.gpu.all --out DIR [--device cuda|cpu] [--minutes 9.5] [--only streams,rank]
 
@@ -38,17 +38,17 @@ GRACE_S = 10.0
 def outcome(
     command: list[str], limit_s: float, log: Path, settings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the command measured: its last line or, where it was killed or failed, its cells.
+    """The command's figures: its last line or, where it was killed or failed, its cells.
 
     ``settings`` are variables of its environment, unless they are set already.
-    ``ended`` says how: ``done``, ``exit code N`` with the last words, or ``killed after N s``.
+    ``ended`` says how: ``done``, ``exit code N`` with the last line, or ``killed after N s``.
     """
     with log.open("wb") as file:
         environment = {**(settings or {}), **os.environ}
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             code = process.wait(limit_s)
-            ended = "done" if code == 0 else f"exit code {code}{last_words(log)}"
+            ended = "done" if code == 0 else f"exit code {code}{last_line(log)}"
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -59,10 +59,10 @@ def outcome(
     return {**(whole or cells), "ended": ended}
 
 
-def last_words(log: Path) -> str:
-    """The last line that is no result, after a colon; empty if there is none."""
-    said = [line for line in log.read_text().splitlines() if line and not parsed(line)]
-    return f": {said[-1]}" if said else ""
+def last_line(log: Path) -> str:
+    """The last line that is not a result, after a colon; empty if there is none."""
+    printed = [line for line in log.read_text().splitlines() if line and not parsed(line)]
+    return f": {printed[-1]}" if printed else ""
 
 
 def parsed(line: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Report:
     def cell(self, work: Callable[[], Figures], **what: Any) -> None:
         """Measures one cell, which ``what`` names.
 
-        ``notes`` are what the trainer would tell ``run.log``. A cell without figures says why:
+        ``notes`` are the trainer's lines for ``run.log``. A cell without figures says why:
         ``skipped`` (a reason that was known before, a Skip), or ``out_of_memory``, or ``failed``,
         after which the script's exit code is 1. A figure that is None is left out.
         """
@@ -87,8 +87,8 @@ class Report:
             found: Figures = {"skipped": f"its {self.seconds:g} seconds were over"}
         else:
             found = _figures(work)
-        if said := drain_notes():
-            found["notes"] = "; ".join(said)
+        if notes := drain_notes():
+            found["notes"] = "; ".join(notes)
         self.failed |= "failed" in found
         self.cells.append({**what, **{key: v for key, v in found.items() if v is not None}})
         print(json.dumps({"cell": self.cells[-1]}), flush=True)

@@ -55,7 +55,7 @@ SIZES = {"cuda": ((4096, 16384, 32768), 4096), "cpu": ((64, 128), 64)}
 
 @dataclass(frozen=True)
 class Cell:
-    """What is varied. ``attention``: as ``train.attention``; by ``auto`` the trainer chooses."""
+    """Varied settings. ``attention``: as ``train.attention``; by ``auto`` the trainer chooses."""
 
     shape: str
     tokens: int
@@ -72,7 +72,7 @@ class Cell:
 
 def attend(model: Any, wanted: Attention, device: torch.device) -> None:
     """Sets the kind of attention as the trainer does. Skip where it cannot be had."""
-    let_varlen_be_told_of_grouped_queries()
+    add_grouped_queries_to_varlen()
     model.set_attn_implementation("sdpa")  # what a new model has
     half = in_bfloat16(TrainSettings().dtype, device)
     try:
@@ -81,11 +81,12 @@ def attend(model: Any, wanted: Attention, device: torch.device) -> None:
         raise Skip(error.cause.partition(": ")[2]) from error
 
 
-def let_varlen_be_told_of_grouped_queries() -> None:
+def add_grouped_queries_to_varlen() -> None:
     """Adds the argument ``enable_gqa`` to torch's ``varlen_attn`` where it is older than 2.13.
 
-    There it has none, and its kernel (flash attention 2) takes fewer keys than queries untold. The
-    trainer does not choose varlen with such a torch; here it is measured all the same.
+    There it has none, and its kernel (flash attention 2) takes fewer keys than queries without an
+    argument. The trainer does not choose varlen with such a torch; here it is measured all the
+    same.
     """
     from torch.nn.attention import varlen
 

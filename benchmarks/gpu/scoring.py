@@ -78,7 +78,7 @@ class Rows:
         self.exact = exact.log_softmax(-1)
 
     def _likely(self, rows: int) -> torch.Tensor:
-        """The most probable token of each row: what is sampled lies among such."""
+        """The most probable token of each row: sampled tokens are among such."""
         return (self.states[:rows] @ self.weight.t()).argmax(-1, keepdim=True)
 
     def measure(self, kind: str) -> Figures:

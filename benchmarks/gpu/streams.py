@@ -111,7 +111,7 @@ class PackedSender:
         self.group = Keeping()
 
     def open(self, world_size: int) -> Rendezvous:
-        """Nobody else comes."""
+        """There are no other ranks."""
         return Rendezvous("", 0, world_size, 1.0, BUFFER_BYTES, b"")
 
     def connect(self) -> None:
@@ -157,7 +157,7 @@ class OwnSender(NcclSender):
         self.group = Keeping()
 
     def listen(self) -> tuple[str, int, bytes]:
-        """Nobody else comes."""
+        """There are no other ranks."""
         return "", 0, b""
 
     def connect(self) -> None:
@@ -172,7 +172,7 @@ class OwnSender(NcclSender):
 
 
 class Pool:
-    """What the stage's threads were: asyncio's pool."""
+    """The stage's earlier threads: asyncio's pool."""
 
     async def run(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """The result of the work on any of its threads."""

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 does with CUDA streams when weights are sent, without vLLM.
+"""vLLM 0.32's use of CUDA streams when weights are sent, without vLLM.
 
 ``current_stream`` is ``vllm.utils.torch_utils.current_stream``, ``packed_producer`` is
 ``vllm.distributed.weight_transfer.packed_tensor.packed_nccl_broadcast_producer``: the same
@@ -24,7 +24,7 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Group(Protocol):
-    """Who receives chunks."""
+    """The receivers of chunks."""
 
     def broadcast(self, chunk: torch.Tensor, src: int) -> None:
         """Queues the chunk (uint8) on the current stream."""
@@ -63,7 +63,7 @@ def packed_producer(
 ) -> None:
     """Packs tensors into chunks of a little more than ``buffer_bytes`` and broadcasts them.
 
-    Each chunk is packed and sent on one of two streams of its own, which wait for nothing but their
+    Each chunk is packed and sent on one of two separate streams, which wait for nothing but their
     own last chunk.
     """
     streams = _streams(device)

@@ -38,7 +38,7 @@ class Decoder:
 
     @property
     def tokens(self) -> float:
-        """What a request that runs since the start has received."""
+        """The tokens of a request that runs since the start."""
         self._advance()
         return self._tokens
 

@@ -2,7 +2,7 @@
 
     python examples/quickstart/make.py [--out DIR] [--force] [--verify]
 
-Takes about two minutes on one CPU core. The result is committed, so nobody has to run this to try
+Takes about two minutes on one CPU core. The result is committed, so no user has to run this to try
 the quickstart; it is here so that everybody can see where the models come from. `--verify` compares
 the files with the digests in `MANIFEST.json` and measures the saved models again.
 """
@@ -116,7 +116,7 @@ def manifest(
     held_out_accuracy: dict[str, dict[str, float]],
     seconds: float,
 ) -> dict[str, object]:
-    """What was made, from which seeds and versions, and how good it is."""
+    """The models and files made, their seeds and versions, and their quality."""
     return {
         "made_by": "examples/quickstart/make.py",
         "weights": "bfloat16, measured in float32",

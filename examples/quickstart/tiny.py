@@ -23,7 +23,7 @@ _ID = {token: i for i, token in enumerate(VOCABULARY)}
 
 BATCH_SIZE = 128
 CORRUPTION = 0.15
-"""Share of answer tokens shown as a random digit. What follows must still be right, so a teacher
+"""Share of answer tokens shown as a random digit. The next tokens must still be right, so a teacher
 also gives good advice after a student's mistake, and ends the answer at the right length."""
 ENDINGS = 3
 """End-of-sequence labels after each answer, so that one corrupted ending is followed by others."""
@@ -33,7 +33,7 @@ _new_tokenizer: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
 _new_model: Callable[[Qwen3Config], Qwen3ForCausalLM] = Qwen3ForCausalLM
 
 Report = Callable[[int, str], None]
-"""Told, now and then, the number of steps done and a word on how it goes."""
+"""Called, now and then, with the number of steps done and a text about the progress."""
 
 
 @dataclass(frozen=True)

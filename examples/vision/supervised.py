@@ -15,7 +15,7 @@ from PIL import Image
 TASKS = (*pictures.TASKS, sorting.TASK)
 BATCH_SIZE = 144
 CORRUPTION = 0.15
-"""Share of answer tokens shown as a random character of an answer. What follows must still be
+"""Share of answer tokens shown as a random character of an answer. The next tokens must still be
 right, so a teacher also gives good advice after a student's mistake, and ends the answer."""
 ENDINGS = 2
 """End-of-turn labels after each answer, so that one corrupted ending is followed by another."""
@@ -25,7 +25,7 @@ IGNORED = -100
 Question = tuple[str, str, Image.Image | None]
 """Text, answer and picture."""
 Report = Callable[[int, str], None]
-"""Told, now and then, the number of steps done and a word on how it goes."""
+"""Called, now and then, with the number of steps done and a text about the progress."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def questions(task: str, number: int, rng: np.random.Generator) -> list[Question
 
 
 def pixels(drawn: Sequence[Image.Image]) -> torch.Tensor:
-    """What the models' processor makes of pictures: float32 [patches of all, 3 * 2 * 8 * 8]."""
+    """The models' processor's result for pictures: float32 [patches of all, 3 * 2 * 8 * 8]."""
     merged, patch = tiny.GRID // tiny.MERGE, tiny.PATCH
     found: NDArray[np.float32] = np.stack([np.asarray(one) for one in drawn]).astype(np.float32)
     found = found / np.float32(127.5) - np.float32(1)

@@ -1,4 +1,4 @@
-"""Tiny models for the vision example: Qwen3-VL that sees, Qwen3 that does not, one tokenizer."""
+"""Tiny models for the vision example: Qwen3-VL, Qwen3 for text, one tokenizer."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,7 +86,7 @@ def make_tokenizer() -> Any:
 
 
 def make_processor() -> Any:
-    """The processor of the models that see: pictures keep their size, and have `IMAGE_TOKENS`."""
+    """The processor of the vision models: pictures keep their size, and have `IMAGE_TOKENS`."""
     patches = {"patch_size": PATCH, "merge_size": MERGE}
     return transformers.Qwen3VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(
@@ -125,12 +125,12 @@ def save(model: Model, folder: Path) -> None:
         eos_token_id=ID["<|end|>"], pad_token_id=ID["<pad>"]
     )
     model.bfloat16().save_pretrained(folder)
-    sees = hasattr(model.config, "vision_config")
-    (make_processor() if sees else make_tokenizer()).save_pretrained(folder)
+    vision = hasattr(model.config, "vision_config")
+    (make_processor() if vision else make_tokenizer()).save_pretrained(folder)
 
 
 def load(folder: Path) -> Model:
     """Saved weights, in float32."""
-    sees = (folder / "processor_config.json").exists()
-    kind: Any = "Qwen3VLForConditionalGeneration" if sees else "Qwen3ForCausalLM"
+    vision = (folder / "processor_config.json").exists()
+    kind: Any = "Qwen3VLForConditionalGeneration" if vision else "Qwen3ForCausalLM"
     return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)

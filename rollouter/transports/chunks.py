@@ -1,4 +1,4 @@
-"""What all transports share: a group in which the trainer is rank 0, and packed chunks of bytes.
+"""Shared by all transports: a group in which the trainer is rank 0, and packed chunks of bytes.
 
     weights ──chunk_plan──► packed chunk · chunk · chunk ──send──► receive ──► engine.py: vLLM
 
@@ -117,7 +117,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
-        """The next chunk: a tensor (uint8) of its own. Raises after the bound."""
+        """The next chunk: a separate tensor (uint8). Raises after the bound."""
 
     @abstractmethod
     def close(self) -> None:
@@ -143,7 +143,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def chunk_info(module: str, at: Rendezvous) -> dict[str, Any]:
-    """What an engine is told to join the group by ``module.receiver``, in JSON's types.
+    """An engine's arguments for joining the group by ``module.receiver``, in JSON's types.
 
     Its ranks are not among it.
     """

@@ -9,8 +9,8 @@ vLLM loads ``register`` in every one of its processes (entry point ``vllm.genera
 
 An engine on a CPU receives all chunks (``Receiver.staged``) before the first is loaded: a transfer
 that breaks off half-way leaves the old weights as they were. For an engine on a GPU each chunk is
-loaded when it comes, also one in host memory, where every worker would hold the whole model: what
-broke off has to be sent again, as a whole.
+loaded when it comes, also one in host memory, where every worker would hold the whole model: an
+interrupted transfer has to be sent again, as a whole.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        told = init_info.at
-        at = Rendezvous(**{**told, "secret": bytes.fromhex(told["secret"])})
+        fields = init_info.at
+        at = Rendezvous(**{**fields, "secret": bytes.fromhex(fields["secret"])})
         module = importlib.import_module(init_info.module)
         self._receiver = module.receiver(at, init_info.rank_offset + worker)
         self._at = at
@@ -133,7 +133,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
             raise fault
 
     def _chunks(self, receiver: Receiver, meta: WeightMeta) -> Iterator[Chunk]:
-        """Each has a buffer of its own: layers keep references to it."""
+        """Each has a separate buffer: layers keep references to it."""
         left = SecondsLeft(self._at.broadcast_s(meta.nbytes))
         for chunk in chunk_plan(meta.sizes, self._at.chunk_bytes):
             yield chunk, receiver.receive(sum(meta.sizes[index] for index in chunk), left())

@@ -1,6 +1,6 @@
 """Chunks over NCCL: the transport of GPUs. Not yet run on a GPU.
 
-    trainer: pack on a stream of its own ──broadcast──► receive and load on the worker's stream
+    trainer: pack on a separate stream ──broadcast──► receive and load on the worker's stream
 
 Members connect by NCCL's unique id, which they receive over Ray, and by no store: vLLM's store
 accepts every connection and unpickles its content. NCCL refuses a connection without the 64 random
@@ -32,7 +32,7 @@ ENTERING_S = 1.0
 
 
 class NcclGroup:
-    """vLLM's PyNcclCommunicator, with bounds: what takes longer is aborted from another thread.
+    """vLLM's PyNcclCommunicator, with bounds: longer calls are aborted from another thread.
 
     An abort ends a broadcast on the GPU as if it had succeeded, and makes vLLM's later ones do
     nothing: this class raises an error in both cases.
@@ -117,7 +117,7 @@ class NcclGroup:
 
 
 class NcclSender(chunks.Sender):
-    """Sends beside the training steps, on a stream of its own."""
+    """Sends beside the training steps, on a separate stream."""
 
     _at: Rendezvous | None = None
     _group: NcclGroup | None = None
@@ -133,7 +133,7 @@ class NcclSender(chunks.Sender):
 
         It is the loopback in a local run, else see ``cluster.network.name_interface``.
         """
-        leave_inductor_alone()
+        keep_inductor_config()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         return "", 0, bytes(NCCLLibrary().ncclGetUniqueId().internal)
@@ -188,7 +188,7 @@ def on_gpu(chunk: torch.Tensor, device: torch.device) -> torch.Tensor:
     return chunk.to(device, non_blocking=True)
 
 
-def leave_inductor_alone() -> None:
+def keep_inductor_config() -> None:
     """Keeps vLLM's changes of torch's compiler out of a process that trains.
 
     ``import vllm`` runs ``vllm.env_override``, which replaces parts of Inductor and gives it one
@@ -207,12 +207,12 @@ def _join(join: Any, made: Future[Any]) -> None:
     else:
         if made.set_running_or_notify_cancel():
             made.set_result(communicator)
-        else:  # nobody waits any more
+        else:  # no caller waits any more
             communicator.destroy()
 
 
 def _communicator(unique_id: bytes, rank: int, size: int, device: int) -> Any:
-    """A communicator of vLLM without its first collective, which nobody could abort.
+    """A communicator of vLLM without its first collective, which could not be aborted.
 
     The first broadcast connects the members instead.
     """

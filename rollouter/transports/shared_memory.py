@@ -6,7 +6,7 @@
 The group is gloo's, with its secret, its bounds, and its notice of members that died. The memory
 is a file without a name (memfd), which a worker opens through /proc: it is in no folder, so nothing
 of it is left when the trainer and the workers are gone, however they ended, and the size of
-/dev/shm does not limit it. A worker's mapping is private: it changes nobody else's weights.
+/dev/shm does not limit it. A worker's mapping is private: it changes no other process's weights.
 """
 
 from __future__ import annotations

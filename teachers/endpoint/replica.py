@@ -79,11 +79,11 @@ class EndpointReplica:
         self._session: aiohttp.ClientSession | None = None
 
     def __reduce__(self) -> tuple[type[EndpointReplica], tuple[EndpointSpec, MediaCache | None]]:
-        """What it is made of is pickled: connections stay in their process."""
+        """Only its arguments are pickled: connections stay in their process."""
         return EndpointReplica, (self._spec, self._media)
 
     async def ready(self) -> int:
-        """Checks the server's health. Returns 1: no server tells its number of workers."""
+        """Checks the server's health. Returns 1: no server reports its number of workers."""
         try:
             async with Bound(HEALTH_S):
                 await self.call("GET", "/health")
@@ -100,7 +100,7 @@ class EndpointReplica:
         top_k, known = self._spec.top_k, self._spec.vocabulary
         if not len(rollout.response_ids):
             return Sample(rollout, scores_of([], [], [], top_k))
-        seen = rollout.seen_by_teacher
+        seen = rollout.for_teacher
         images = await self._images(seen.prompt)
         answer = await self._ask(self._api.score(seen, top_k, images))
         reading = partial(self._api.scores, answer, seen, top_k)
@@ -114,7 +114,7 @@ class EndpointReplica:
         """The server's own answers, ``sampling.n`` to each prompt, in order."""
 
         async def sample(prompt: Prompt, index: int) -> Rollout:
-            seen, images = prompt.seen_by_teacher, await self._images(prompt)
+            seen, images = prompt.for_teacher, await self._images(prompt)
             eos, never = self._spec.eos_ids, self._spec.unsampled_ids
             answer = await self._ask(self._api.sample(seen, sampling, eos, images, never))
             ids, finish = self.read(lambda: self._api.sampled(answer))

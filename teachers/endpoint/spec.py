@@ -1,4 +1,4 @@
-"""What a client of a teacher's server is built from."""
+"""The specification of a client of a teacher's server."""
 
 from __future__ import annotations
 

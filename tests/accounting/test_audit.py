@@ -41,7 +41,7 @@ def test_a_run_that_trained_everything_once_has_nothing_to_report(tmp_path: Path
     assert found == Audit(("p/0", "q/1", "p/1", "q/0"), (), (), (), (), 2)
 
 
-def test_a_sample_without_a_fate_is_lost_if_the_run_is_completed(tmp_path: Path) -> None:
+def test_a_sample_without_an_outcome_is_lost_if_the_run_is_completed(tmp_path: Path) -> None:
     with Journal(tmp_path / LEDGER) as journal:
         Ledger(2, journal).admitted([make_prompt("p")])
     assert (audit(tmp_path).in_flight, audit(tmp_path).lost) == (("p/0", "p/1"), ())
@@ -76,7 +76,7 @@ def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_damaged_elsewhere_is_an_error_with_its_line(tmp_path: Path) -> None:
     (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\nnonsense\n{"dead":["p/0"]}\n')
-    with pytest.raises(AuditError, match="line 2, is no JSON"):
+    with pytest.raises(AuditError, match="line 2, is not a JSON"):
         audit(tmp_path)
 
 

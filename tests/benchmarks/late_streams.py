@@ -72,7 +72,7 @@ class LateGpu:
 
 
 class Stream:
-    """What was queued, in order."""
+    """The queued work, in order."""
 
     def __init__(self, gpu: LateGpu) -> None:
         self.gpu = gpu

@@ -85,7 +85,7 @@ def test_a_change_below_the_engines_own_rounding_is_found_by_digests(found: Foun
 def test_a_replica_whose_update_was_ignored_is_rebuilt_and_then_fresh(found: Found) -> None:
     assert found.rebuilds == len(
         FAULTS
-    )  # a dropped tensor is no replica's fault; and the small step
+    )  # a dropped tensor is not a replica's fault; and the small step
     assert found.afterwards < 1
 
 

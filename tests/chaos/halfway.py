@@ -26,7 +26,7 @@ from rollouter.transports import gloo
 from trainer.stage import TrainerStage
 
 PATIENCE_S = 6.0
-"""Below the bound of the collective: who is left still gets its answer."""
+"""Below the bound of the collective: ranks that are left still get their answers."""
 
 
 class Halfway(gloo.GlooSender):

@@ -1,8 +1,8 @@
 """kill -9 of the driver between two checkpoints, and its run resumed, against an undisturbed run.
 
 Both are exactly on-policy and reproducible, so that their weights can be compared bit for bit. The
-teacher is the student as it was up to two versions ago, and sees another prompt: a resumed run that
-had any other weights in it would learn other ones. The undisturbed run has its checkpoints on a
+teacher is the student as it was up to two versions ago, and gets another prompt: a resumed run
+with any other weights would learn other ones. The undisturbed run has its checkpoints on a
 disk that is too small for two, where that can be had; the other one is in wandb, too.
 """
 
@@ -63,7 +63,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Running:
 
 
 def alive(running: Running, timeout_s: float) -> list[str]:
-    """Who of its family still lives after a time."""
+    """The processes of its family that still live after a time."""
     family = [p for p in running.family.values() if p.is_running()]
     _, left = psutil.wait_procs(family, timeout=timeout_s)
     return [_name(process) for process in left if process.is_running()]
@@ -78,7 +78,7 @@ def _name(process: psutil.Process) -> str:
 
 @pytest.fixture(scope="module")
 def given(killed: Running) -> LoggedRun:
-    """What wandb was given when the driver was killed."""
+    """The data that wandb had when the driver was killed."""
     return LoggedRun.of(killed.directory, "wandb")
 
 
@@ -133,7 +133,7 @@ def test_it_goes_on_in_the_same_wandb_run(resumed: Run, given: LoggedRun) -> Non
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(undisturbed: Run) -> None:
     if not (undisturbed.directory / "checkpoints").is_mount():
-        pytest.skip("no file system of its own for the checkpoints: mount is not permitted")
+        pytest.skip("no separate file system for the checkpoints: mount is not permitted")
     assert undisturbed.code == 0, undisturbed.output
     assert undisturbed.summary["checkpoint/failures"] > 0
     assert "No space left on device" in undisturbed.output

@@ -39,7 +39,7 @@ SYNC_S = 0.3
 
 @dataclass
 class Lines:
-    """A sink that knows the last step and what people were told."""
+    """A sink that knows the last step and its messages."""
 
     name: str = "lines"
     step: int = 0
@@ -61,7 +61,7 @@ class Lines:
         self.changed.set()
 
     async def told(self, line: str, times: int = 1) -> None:
-        """A line was told so often."""
+        """A line was logged so often."""
         await self._until(lambda: sum(line in one for one in self.lines) >= times)
 
     async def trained(self, step: int) -> None:
@@ -77,7 +77,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Survived:
-    """What the run left; ``pids`` are the replicas' before the rollouter's kills and after them.
+    """The files of the run; ``pids`` are the replicas' before the rollouter's kills and after them.
 
     ``kinds``: the class that Ray shows for each name of an actor, before all kills and after them.
     """

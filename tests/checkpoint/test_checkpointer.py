@@ -20,7 +20,7 @@ from tests.checkpoint.test_store import cut
 
 
 class Writes:
-    """A trainer whose files are written when it is told."""
+    """A trainer whose files are written when the test sets it."""
 
     def __init__(self) -> None:
         self.begun, self.written = asyncio.Event(), asyncio.Event()
@@ -85,7 +85,7 @@ async def test_a_state_that_cannot_be_copied_now_is_a_checkpoint_that_is_skipped
 
 
 async def test_a_folder_that_a_late_write_knows_is_no_later_checkpoints(tmp_path: Path) -> None:
-    """A rank that was given up may write into the folder that it was told, at any time."""
+    """A rank that was given up may write into its given folder, at any time."""
     store = Checkpoints(tmp_path, 2)
     first = store.begin(4)
     assert store.begin(4) != first
@@ -137,7 +137,9 @@ async def test_what_is_abandoned_while_it_is_committed_is_a_checkpoint_first(
     assert checkpointer.store.steps() == [4]
 
 
-async def test_what_is_committed_after_its_timeout_is_told_as_a_checkpoint(tmp_path: Path) -> None:
+async def test_what_is_committed_after_its_timeout_is_reported_as_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     said: list[str] = []
     checkpointer, trainer = writing(tmp_path, said, 1)
     loop, late, told = asyncio.get_running_loop(), threading.Event(), list[tuple[int, Path]]()

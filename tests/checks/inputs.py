@@ -40,7 +40,7 @@ def rows(tmp_path: Path, *entries: Any) -> str:
 
 
 def pictured_row() -> dict[str, Any]:
-    """A row with an image of its own."""
+    """A row with an embedded image."""
     from base64 import b64encode
 
     from tests.data.pictures import RED

@@ -92,7 +92,7 @@ def test_sizes_that_do_not_divide_each_other_are_assigned_by_trying() -> None:
     assert assign(engines(4, 3, 3, 2, 2, 2), room(8, 8)) is not None
 
 
-def test_a_large_cluster_that_is_too_small_is_told_so_at_once() -> None:
+def test_a_large_cluster_that_is_too_small_is_refused_at_once() -> None:
     sizes = [8] * 40 + [4] * 40 + [2] * 40 + [1] * 41
     assert assign(engines(*sizes), room(*[8] * 75)) is None
     assert assign(engines(*sizes[1:]), room(*[8] * 75)) is not None

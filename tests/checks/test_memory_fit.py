@@ -1,4 +1,4 @@
-"""What a pool needs, against what its GPU has: faults, remedies and notes, for made-up sizes."""
+"""The need of a pool, against its GPU: faults, remedies and notes, for made-up sizes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_changes_that_help_only_together_are_named_together() -> None:
     assert remedy == together
 
 
-def test_where_nothing_helps_that_is_said() -> None:
+def test_a_fault_without_a_remedy_is_reported() -> None:
     ((_, _, remedy),) = faults_of_memory(config("4"), Machine("cpu", 64 * GIB, sizes))
     assert remedy == "a smaller model, or more memory"
 

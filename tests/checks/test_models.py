@@ -290,10 +290,8 @@ def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
     in_cache(monkeypatch, tmp_path / "hub", "org/other", MODELS / "student")
     inputs = preflight(config("teachers.sort.model=org/teacher"), "c.yaml", 0)
     (note,) = inputs.notes
-    taken = (
-        "teachers.sort.model: org/teacher is not a directory and is taken for a hub id; it is not"
-    )
-    assert note.startswith(f"{taken} in the local cache")
+    taken = "teachers.sort.model: org/teacher is not a local directory and is used as a hub id"
+    assert note.startswith(f"{taken}; it is not in the local cache")
     assert inputs.problems == []
 
 

@@ -1,4 +1,4 @@
-"""What keeps a node of a cluster from running a part of a run, on reports that are made up."""
+"""Faults of a node that keep it from running a part of a run, on reports that are made up."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_report_has_the_versions_of_all_that_a_run_imports(probe: Probe) -> No
 
 def test_a_report_of_a_run_with_images_has_the_versions_of_what_makes_pixels(probe: Probe) -> None:
     text, images = (
-        report("n", replace(probe, sees=sees), False).versions for sees in (False, True)
+        report("n", replace(probe, vision=vision), False).versions for vision in (False, True)
     )
     assert images.keys() - text.keys() == {"pillow", "torchvision", "transformers"}
     assert "nothing" not in {images[name] for name in images.keys() - text.keys()}

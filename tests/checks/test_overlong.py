@@ -57,7 +57,7 @@ def test_cut_prompts_keep_their_rows_and_their_last_tokens(tmp_path: Path) -> No
     assert "".join(map(chr, made.token_ids)) == "ef"
 
 
-def test_longer_prompts_are_refused_unless_said_otherwise(tmp_path: Path) -> None:
+def test_longer_prompts_are_refused_by_default(tmp_path: Path) -> None:
     (problem,) = checked(tmp_path, "refuse", LONG, *GOOD).problems
     assert "1 prompts are empty or longer than 12 tokens" in problem.message
 

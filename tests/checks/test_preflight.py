@@ -97,7 +97,7 @@ def test_a_mirror_without_its_package_is_refused_with_what_to_install(
 
 
 @pytest.mark.parametrize(("offload", "said"), [("moments", True), ("none", False)])
-def test_offloading_on_a_cpu_is_said_to_have_no_effect(offload: str, said: bool) -> None:
+def test_offloading_on_a_cpu_is_reported_to_have_no_effect(offload: str, said: bool) -> None:
     notes = preflight(config(f"train.offload={offload}"), "c.yaml", 0).notes
     assert any("train.offload has no effect" in note for note in notes) is said
 

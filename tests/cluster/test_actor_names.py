@@ -1,4 +1,4 @@
-"""The names of a run's actors. What Ray shows of a run is in tests/chaos/test_rollouter.py."""
+"""The names of a run's actors. Those that Ray shows are in tests/chaos/test_rollouter.py."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 class Victim:
-    """What the tests put into an ActorShell."""
+    """The object that the tests put into an ActorShell."""
 
     def __init__(self, fail: bool = False) -> None:
         if fail:

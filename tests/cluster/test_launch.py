@@ -37,7 +37,7 @@ async def test_a_guest_that_does_not_go_to_sleep_is_ended_and_named() -> None:
         name = "teacher t/0"
         killed = False
 
-        async def call(self, *args: Any, timeout_s: float) -> None:
+        async def call(self, *args: Any, timeout_s: float, retry: bool) -> None:
             await asyncio.Event().wait()
 
         def kill(self) -> None:

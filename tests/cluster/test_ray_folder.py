@@ -1,4 +1,4 @@
-"""What the run's processes write reaches the run directory while the run goes on."""
+"""The output of a run's processes reaches the run directory while the run goes on."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_logs_of_the_runs_own_processes_are_streamed(
     assert list((tmp_path / "run" / LOGS).iterdir()) == []
 
 
-async def test_an_error_of_any_kind_is_said_once_and_logs_are_streamed_again(
+async def test_an_error_of_any_kind_is_printed_once_and_logs_are_streamed_again(
     folder: RayFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended, calls = asyncio.Event(), list[int]()

@@ -56,7 +56,7 @@ async def test_the_death_of_a_rank_is_the_trainers() -> None:
     assert "trainer/1: its process died" in caught.value.cause
 
 
-async def test_a_failure_is_told_to_whoever_waits_for_one() -> None:
+async def test_a_failure_reaches_the_caller_that_waits_for_one() -> None:
     made = rank_group(Process("trainer/1", StageError("trainer/1", "out of memory")))
     waiting = asyncio.create_task(made.failure())
     with pytest.raises(StageError, match="out of memory"):

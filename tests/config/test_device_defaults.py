@@ -1,4 +1,4 @@
-"""``auto`` by device: its values, who asks for them, and that ``check`` and config.yaml tell."""
+"""``auto`` by device: its values, their users, and that ``check`` and config.yaml show them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_engine_step_has_a_token_for_each_sequence() -> None:
     assert engine_sizes(EngineConfig(max_num_seqs=10_000), "cuda") == (10_000, 10_000)
 
 
-def test_activations_are_recomputed_on_gpus_unless_it_is_said() -> None:
+def test_activations_are_recomputed_on_gpus_by_default() -> None:
     assert [recomputation(TrainConfig(), device) for device in ("cpu", "cuda")] == ["none", "full"]
     for given in ("none", "selective", "full"):
         assert recomputation(TrainConfig(gradient_checkpointing=given), "cuda") == given

@@ -1,4 +1,4 @@
-"""Configs of a single teacher: on GPUs of its own, or the student in a teacher's engine."""
+"""Configs of a single teacher: on dedicated GPUs, or the student in a teacher's engine."""
 
 from __future__ import annotations
 

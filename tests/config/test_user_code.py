@@ -110,7 +110,7 @@ def test_a_logger_that_cannot_be_made_is_refused_before_a_run(name: str, cause: 
     assert cause in problem.message
 
 
-def test_a_name_without_an_entry_point_is_told_those_that_are_installed() -> None:
+def test_a_name_without_an_entry_point_is_refused_with_those_that_are_installed() -> None:
     for use in (user_object, find_user_code):
         with pytest.raises(
             UserCodeError, match=r"'keptt' of async_opd.loggers \(installed: .*kept"
@@ -234,7 +234,7 @@ def test_a_module_that_is_no_transport_is_refused_before_a_run() -> None:
     problem = one("sync.backend='package_of_a_user:'", load=True)
     assert (problem.key, problem.message) == (
         "sync.backend",
-        "package_of_a_user: is no module with DEVICES, sender, receiver",
+        "package_of_a_user: is not a module with DEVICES, sender, receiver",
     )
 
 

@@ -32,7 +32,7 @@ def test_a_string_that_looks_like_a_number_stays_a_string() -> None:
     assert load_yaml(dump_yaml({"name": "1e5"})) == {"name": "1e5"}
 
 
-def test_all_duplicate_keys_are_told_with_line_and_key() -> None:
+def test_all_duplicate_keys_are_reported_with_line_and_key() -> None:
     assert faults("a:\n  b: 1\n  b: 2\nc: 1\nc: 2\n") == [
         (3, "a.b", "the key is there twice, first on line 2"),
         (5, "c", "the key is there twice, first on line 4"),

@@ -1,4 +1,4 @@
-"""What async_opd needs of libraries that it does not own, held without a GPU.
+"""The needs of async_opd in other libraries, held without a GPU.
 
 Each test names the function that it holds to, and says so when another version has changed it.
 """

@@ -87,7 +87,7 @@ class Communicator:
 
 
 class Gpu:
-    """What a test sees and decides: ``worlds`` by unique id; ``calls`` of NCCL by name.
+    """Observed and decided by a test: ``worlds`` by unique id; ``calls`` of NCCL by name.
 
     ``freed_used`` names the calls with a communicator whose abort had begun.
     """

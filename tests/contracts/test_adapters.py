@@ -1,4 +1,4 @@
-"""What adapters in an engine take of vLLM's LoRA layers."""
+"""The parts of vLLM's LoRA layers that adapters in an engine use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM chooses for an engine without sizes: why ``config.device_defaults`` has some."""
+"""vLLM's sizes of an engine without given ones: why ``config.device_defaults`` has some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas call of vLLM's engine, and read of its outputs and statistics.
+"""The methods, outputs and statistics of vLLM's engine that replicas use.
 
 Engines on CPUs run most of it in other tests. Here it is held by name, so that another version of
 vLLM is refused by the name of what changed in it, and with the arguments that GPUs get.
@@ -115,7 +115,7 @@ def test_the_engines_processes_can_be_watched() -> None:
         assert "engine_manager" in BackgroundResources.__dataclass_fields__
 
 
-def test_vllm_waits_for_its_processes_as_long_as_it_is_told() -> None:
+def test_vllm_waits_for_its_processes_as_long_as_configured() -> None:
     from vllm.v1.engine import core_client
 
     of = "vllm.v1.engine.core_client.MPClient"

@@ -32,7 +32,7 @@ def backend(**kwargs: Any) -> Any:
 
 
 @pytest.mark.usefixtures("in_a_placement_group")
-def test_vllm_takes_ray_for_several_gpus_unless_told_otherwise() -> None:
+def test_vllm_takes_ray_for_several_gpus_by_default() -> None:
     assert backend(tensor_parallel_size=2) == "ray"
 
 

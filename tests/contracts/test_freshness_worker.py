@@ -1,4 +1,4 @@
-"""What the proof of freshness relies on in vLLM: the worker's extension, reloads, prompt scores."""
+"""The proof of freshness's needs in vLLM: the worker's extension, reloads, prompt scores."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # imports vllm
 
 APPLY = "vllm.model_executor.layers.logits_processor.LogitsProcessor._apply_head"
 HEAD_DTYPE = {"head_dtype": "float32"}
-"""What ``models.engine_args`` passes as hf_overrides."""
+"""The hf_overrides of ``models.engine_args``."""
 
 
 def test_an_override_of_head_dtype_is_the_dtype_of_a_generating_models_head() -> None:

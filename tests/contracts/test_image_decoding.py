@@ -11,7 +11,7 @@ from tests.media.test_decode import IMAGES
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_a_server_sees_the_same_pixels(name: str) -> None:
+def test_a_server_decodes_the_same_pixels(name: str) -> None:
     from vllm.multimodal.media.image import ImageMediaIO
 
     theirs = ImageMediaIO().load_bytes(IMAGES[name]).media

@@ -1,4 +1,4 @@
-"""What processors are called with, and both libraries' models of every family that is taken."""
+"""The arguments of processors, and both libraries' models of every family that is taken."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_a_preempted_request_begins_again(runner: Any) -> None:
     step(runner, ours=(0, 6))
     preempted = SimpleNamespace(finished_req_ids=set(), preempted_req_ids={"ours"})
     with contract(
-        f"{RUNNER}._remove_request", "tells the prompt_logprobs_worker of preemptions", by=US
+        f"{RUNNER}._remove_request", "notifies the prompt_logprobs_worker of preemptions", by=US
     ):
         runner.finish_requests(preempted)
         assert runner.prompt_logprobs_worker._rows._open == {}
@@ -222,7 +222,7 @@ def test_an_aborted_request_is_forgotten(runner: Any) -> None:
     add(runner, ours=ours())
     ended = SimpleNamespace(finished_req_ids={"ours"}, preempted_req_ids=None)
     with contract(
-        f"{RUNNER}._remove_request", "tells the prompt_logprobs_worker of the end", by=US
+        f"{RUNNER}._remove_request", "notifies the prompt_logprobs_worker of the end", by=US
     ):
         runner.finish_requests(ended)
         assert runner.prompt_logprobs_worker._rows._open == {}

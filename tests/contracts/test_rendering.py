@@ -1,4 +1,4 @@
-"""What is asked of vLLM's renderer, which expands prompts with images for an engine."""
+"""Requests to vLLM's renderer, which expands prompts with images for an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routing replay takes of vLLM: the argument, the output, and where there is neither."""
+"""The parts of vLLM for routing replay: the argument, the output, and where there is neither."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several processes on one GPU rely on.
+"""The needs of several processes on one GPU.
 
 ``vllm.v1.worker.utils.request_memory``: an engine's share is of the whole GPU, and has to be free.
 ``vllm.device_allocator.sleep_mode_backend.CuMemBackend.suspend``: what a sleeping engine keeps.

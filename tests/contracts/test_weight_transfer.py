@@ -188,7 +188,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:  # noqa: F811
-    """vLLM's config of the process is no worker's here: workers are threads."""
+    """vLLM's config of the process is not a worker's here: workers are threads."""
     from vllm.v1.worker import gpu_worker
 
     monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda _: nullcontext())
@@ -280,7 +280,7 @@ def test_a_communicators_broadcast_takes_a_stream_and_destroy_aborts() -> None:
     of = "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator"
     with contract(f"{of}.broadcast", "takes tensor, src, stream"):
         inspect.signature(PyNcclCommunicator.broadcast).bind(None, "tensor", 0, "stream")
-    with contract(f"{of}.destroy", "aborts, from a thread of its own, and is no collective"):
+    with contract(f"{of}.destroy", "aborts, from a separate thread, and is not a collective"):
         source = inspect.getsource(PyNcclCommunicator.destroy)
         assert "ncclCommAbort" in source
         assert "Thread" in source
@@ -301,7 +301,7 @@ def streams(gpu: Gpu) -> tuple[Any, Any]:  # noqa: F811
 async def test_vllms_communicator_sets_the_stream_of_the_thread_that_makes_it(
     gpu: Gpu,  # noqa: F811
 ) -> None:
-    """Why ``NcclGroup.joined`` has a thread of its own: vllm.utils.torch_utils.current_stream."""
+    """Why ``NcclGroup.joined`` has a separate thread: vllm.utils.torch_utils.current_stream."""
     transport, thread = nccl.NcclSender("", BOUND, CHUNK), WorkThread("any")
     transport.open(2)
     before = await thread.run(streams, gpu)
@@ -311,7 +311,7 @@ async def test_vllms_communicator_sets_the_stream_of_the_thread_that_makes_it(
         assert await thread.run(streams, gpu) != before
 
 
-async def test_connecting_and_sending_leave_the_streams_of_their_threads_alone(
+async def test_connecting_and_sending_keep_the_streams_of_their_threads(
     gpu: Gpu,  # noqa: F811
 ) -> None:
     run = Run(2)
@@ -438,7 +438,7 @@ async def test_a_receiver_that_cannot_load_holds_up_no_other() -> None:
     assert run.has_new_weights(0)
 
 
-async def test_who_never_joins_is_waited_for_no_longer_than_the_bound(gpu: Gpu) -> None:  # noqa: F811
+async def test_an_absent_member_is_waited_for_no_longer_than_the_bound(gpu: Gpu) -> None:  # noqa: F811
     transport = nccl.NcclSender("", 0.05, CHUNK)
     at = transport.open(2)
     with pytest.raises(WeightSyncError, match=r"not all 2 ranks joined the group within 0\.05 s"):
@@ -512,7 +512,7 @@ async def test_communicators_are_destroyed_at_both_ends_before_the_next_rendezvo
     assert gpu.calls["ncclCommAbort"] == 4  # of the trainer and three workers
 
 
-async def test_who_was_rebuilt_leaves_no_group_behind(gpu: Gpu) -> None:  # noqa: F811
+async def test_a_rebuilt_member_leaves_no_group_behind(gpu: Gpu) -> None:  # noqa: F811
     """Its own group, in which it got the newest weights, ends at the next rendezvous of all."""
     run = Run(1, 1)
     await run.push()

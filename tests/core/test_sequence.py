@@ -52,7 +52,7 @@ def test_the_response_of_a_plain_rollout_is_not_copied() -> None:
 @given(parts())
 def test_the_teachers_prompt_moves_the_spans_and_changes_no_sampled_token(after: Parts) -> None:
     rollout = sequence("p/0", after, teacher_ids=True)
-    seen = rollout.seen_by_teacher
+    seen = rollout.for_teacher
     assert seen.tokens == rollout.tokens + 2
     np.testing.assert_array_equal(seen.response_ids, rollout.response_ids)
     np.testing.assert_array_equal(indices(seen.rows), indices(rollout.rows) + 2)

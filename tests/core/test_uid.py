@@ -1,4 +1,4 @@
-"""A rollout's uid is made of its prompt's, and tells it again."""
+"""A rollout's uid is made of its prompt's, and names it again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from async_opd.core.uid import Uid, member_of, prompt_uid, rollout_uid
 
 
 @given(prompt=st.text(), member=st.integers(0, 10**6))
-def test_a_rollouts_uid_tells_its_prompt_and_its_place_in_the_group(
+def test_a_rollouts_uid_names_its_prompt_and_its_place_in_the_group(
     prompt: str, member: int
 ) -> None:
     uid = rollout_uid(Uid(prompt), member)

@@ -53,7 +53,7 @@ def row_of(fields: dict[str, Any], folder: Path | None = None, **data: Any) -> R
 
 
 def content(row: Row) -> Any:
-    """What the only message of the row says."""
+    """The content of the only message of the row."""
     (message,) = row.prompt
     assert isinstance(message, dict)
     return message["content"]
@@ -170,7 +170,7 @@ def test_formats_that_are_read(kind: str) -> None:
         ({"prompt": "<image>", "images": [[255, 0]]}, "an image that is list, not"),
         ({"prompt": "<image>", "images": [{"bytes": None, "path": None}]}, "that is NoneType"),
         ({"prompt": "<image>", "images": ["https://x.org/a.png"]}, "a URL, which is not downl"),
-        ({"prompt": "<image>", "images": ["data:image/png;base64,?"]}, "data URL is no base64"),
+        ({"prompt": "<image>", "images": ["data:image/png;base64,?"]}, "data URL is not base64"),
         ({"prompt": "<image>", "images": ["red.png"]}, "name its folder in image_folder"),
         ({"prompt": "<image>", "images": [film()]}, "several frames"),
         ({"prompt": "<image>", "images": [RED], "image": [RED]}, "'image', and only text and"),
@@ -234,7 +234,7 @@ def test_a_path_without_a_file_is_refused(tmp_path: Path, path: str, said: str) 
 
 def test_a_pipe_in_place_of_an_image_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         row_of({"prompt": "<image>", "images": ["pipe"]}, tmp_path)
 
 

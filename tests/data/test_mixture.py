@@ -143,6 +143,6 @@ def test_epochs_are_the_steps_that_the_rows_fill(epochs: float, steps: int) -> N
     assert with_steps(asked, [range(12), []]) == asked
 
 
-def test_steps_and_epochs_are_not_said_both() -> None:
+def test_steps_and_epochs_together_are_refused() -> None:
     with pytest.raises(ValidationError, match="'steps' or 'epochs', not both"):
         config({}, train={"epochs": 1})

@@ -85,7 +85,7 @@ def test_a_field_that_the_row_does_not_have_is_named_with_those_it_has() -> None
 
 
 @pytest.mark.parametrize(("teacher", "seen"), [("a", [2]), ("b", None)])
-def test_only_a_teacher_with_a_template_sees_another_prompt(
+def test_only_a_teacher_with_a_template_reads_another_prompt(
     teacher: str, seen: list[int] | None
 ) -> None:
     def encode(text: object) -> list[int]:

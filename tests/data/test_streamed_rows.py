@@ -208,7 +208,7 @@ def test_a_prompt_is_found_again_behind_blank_and_unreadable_lines(
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ("{oops", r"a.jsonl, row 3: is no JSON"),
+        ("{oops", r"a.jsonl, row 3: is not JSON"),
         ('{"data_source": "a"}', r"row 3: has no field 'prompt'"),
         (line("x", "nobody's"), r"""no teacher for data source "nobody's" \(row 0:2\)"""),
     ],

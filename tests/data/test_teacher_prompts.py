@@ -1,4 +1,4 @@
-"""What each teacher reads of a row, and the first token in which it differs from the student's."""
+"""Each teacher's prompt for a row, and the first token in which it differs from the student's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from async_opd.core.row import Row
 from async_opd.data.teacher_prompts import (
     Difference,
-    SeenPrompt,
+    TeacherPrompt,
     first_difference,
-    seen_prompts,
+    prompts_as_read,
     teacher_readers,
 )
 from async_opd.models.tokenizer import Text
@@ -34,7 +34,7 @@ def with_template(folder: Path, name: str, template: str) -> str:
 def seen(*overrides: str) -> dict[str, str]:
     """The row's prompt as each reader reads it."""
     made = config(*overrides)
-    return {one.reader: "".join(one.pieces) for one in seen_prompts(made, Text.of(made), ROW)}
+    return {one.reader: "".join(one.pieces) for one in prompts_as_read(made, Text.of(made), ROW)}
 
 
 def test_a_teacher_without_settings_reads_what_the_student_reads(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_a_template_file_comes_in_place_of_the_models(tmp_path: Path) -> None:
     assert read == dict.fromkeys(("student", "sort"), "(sort 21=)")
 
 
-def prompt(text: str) -> SeenPrompt:
-    return SeenPrompt("x", tuple(map(ord, text)), tuple(text))
+def prompt(text: str) -> TeacherPrompt:
+    return TeacherPrompt("x", tuple(map(ord, text)), tuple(text))
 
 
 @pytest.mark.parametrize(

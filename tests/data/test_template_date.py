@@ -50,7 +50,7 @@ def on(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
 
 
 def begun(dated: RunConfig) -> tuple[RunConfig, list[list[str]]]:
-    """What the first part of the run writes into its directory, and the rows that it keeps."""
+    """The files of the run's first part in its directory, and the rows that it keeps."""
     made = prepare(dated, "c.yaml")
     assert dated.run_dir is not None
     Path(dated.run_dir).mkdir()

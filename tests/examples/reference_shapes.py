@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY, TOKENS, WORDS = 151_936, 151_669, 151_643
-"""Rows of the embeddings; tokens of the tokenizer; those of them that are no added tokens."""
+"""Rows of the embeddings; tokens of the tokenizer; those of them that are not added tokens."""
 IM_END, END_OF_TEXT = 151_645, 151_643
 ADDED = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
@@ -42,16 +42,16 @@ MODELS = {
     "Qwen3-4B-Instruct-2507": ("4b", False),
     "Qwen3-VL-4B-Instruct": ("4b", True),
 }
-"""Decoder of each model, and whether it sees."""
+"""Decoder of each model, and whether it is a VLM."""
 
 
 def write_models(folder: Path) -> dict[str, Path]:
     """Writes all models below ``folder``; their directories by name."""
     made = {name: folder / name for name in MODELS}
     tokenizer = _tokenizer()
-    for name, (decoder, sees) in MODELS.items():
+    for name, (decoder, vision) in MODELS.items():
         made[name].mkdir(parents=True)
-        model = _model(decoder, sees)
+        model = _model(decoder, vision)
         model.config.save_pretrained(made[name])
         _write_holes(made[name] / "model.safetensors", model)
         ends = {"eos_token_id": [IM_END, END_OF_TEXT], "pad_token_id": END_OF_TEXT}
@@ -60,12 +60,12 @@ def write_models(folder: Path) -> dict[str, Path]:
         (made[name] / "generation_config.json").write_text(json.dumps(ends))
         (made[name] / "tokenizer_config.json").write_text(json.dumps(settings))
         (made[name] / "tokenizer.json").write_text(tokenizer)
-        if sees:
+        if vision:
             (made[name] / "preprocessor_config.json").write_text(json.dumps(_pixels()))
     return made
 
 
-def _model(decoder: str, sees: bool) -> Any:
+def _model(decoder: str, vision: bool) -> Any:
     """The model without memory for its weights."""
     import torch
     import transformers
@@ -81,7 +81,7 @@ def _model(decoder: str, sees: bool) -> Any:
         **sizes,
     }
     with torch.device("meta"):
-        if not sees:
+        if not vision:
             config = transformers.Qwen3Config(**text, tie_word_embeddings=True, dtype="bfloat16")
             return transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
         rope = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}

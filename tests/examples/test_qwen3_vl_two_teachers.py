@@ -59,7 +59,7 @@ def rows(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def checked(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """What the checks find, with files in place of the hub's data sets."""
+    """The findings of the checks, with files in place of the hub's data sets."""
     folder = tmp_path_factory.mktemp("data")
     example = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     overrides = [*local(models), *CLUSTER]
@@ -123,7 +123,7 @@ def test_it_has_no_problem(checked: Inputs) -> None:
     assert checked.problems == []
 
 
-def test_every_row_has_a_teacher_and_those_with_pictures_the_one_that_sees(
+def test_every_row_has_a_teacher_and_those_with_pictures_the_vlm(
     config: RunConfig, checked: Inputs
 ) -> None:
     for one in [row for part in checked.checked for row in part]:

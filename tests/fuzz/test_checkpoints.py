@@ -117,7 +117,7 @@ def resumed(folder: Path, run_dir: Path) -> Said:
 
 
 def sealed(checkpoint: Path) -> None:
-    """Makes the manifest fit the files again, as somebody could who wants to."""
+    """Makes the manifest fit the files again, as an attacker could."""
     files = {path.name: checksum(path) for path in checkpoint.iterdir() if path.name != MANIFEST}
     (checkpoint / MANIFEST).write_bytes(_Manifest.dump_json(files))
 

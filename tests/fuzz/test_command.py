@@ -1,4 +1,4 @@
-"""What takes too long ends its own test, and no other; a bug of the command fails it."""
+"""A slow case ends its own test, and no other; a bug of the command fails it."""
 
 from __future__ import annotations
 

@@ -188,4 +188,4 @@ def test_a_pipe_that_nobody_writes_to_is_no_data(folder: Path) -> None:
         os.mkfifo(folder / "pipe.jsonl")
     config = good(folder)
     config["data"] = {"train": ["pipe.jsonl"]}
-    assert "is no file" in checked(written(folder, config)).err
+    assert "is not a file" in checked(written(folder, config)).err

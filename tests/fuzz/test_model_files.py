@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(folder: Path, changes: dict[str, bytes], support: str) -> Said:
-    """``check`` of a config whose teacher has these files in place of its own."""
+    """``check`` of a config whose teacher has these files in place of its real ones."""
     model = folder / "model"
     shutil.rmtree(model, ignore_errors=True)
     model.mkdir()

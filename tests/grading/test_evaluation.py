@@ -41,7 +41,7 @@ async def test_accuracy_is_that_of_the_graded_answers_and_the_others_are_counted
     )
 
 
-async def test_nothing_is_said_of_ungraded_answers_where_there_are_none() -> None:
+async def test_ungraded_answers_are_not_reported_where_there_are_none() -> None:
     found = await measured(set())
     assert "eval/t/ungraded" not in found.metrics
 

@@ -57,7 +57,7 @@ def test_nothing_is_due_or_missing_where_there_are_no_evaluations_between() -> N
         (6, 0, True),
         (6, 6, False),
         (8, 0, True),  # on the way to version 3
-        (10, 6, False),  # version 3 has none of its own
+        (10, 6, False),  # version 3 has no answer
         (10, 0, True),  # that of version 2 was interrupted
         (12, 6, True),
         (13, 12, False),

@@ -1,4 +1,4 @@
-"""Graders in processes of their own: whatever one does costs its response only."""
+"""Graders in separate processes: whatever one does costs its response only."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ async def test_what_a_late_grader_had_started_is_ended_with_it(made: Made, tmp_p
     assert is_gone(int(told.read_text()))
 
 
-async def test_who_is_cancelled_leaves_no_process_that_is_busy(made: Made) -> None:
+async def test_a_cancelled_call_leaves_no_process_that_is_busy(made: Made) -> None:
     graders = made("users_graders:by_name", processes=1)
     assert await graders.grade("x", row()) == 1.0
     (process,) = graders._idle

@@ -22,7 +22,7 @@ def image(encoded: bytes) -> Media:
 
 
 class Held:
-    """What a queue holds; ``calls`` are the hashes of each fetch."""
+    """The images of a queue; ``calls`` are the hashes of each fetch."""
 
     def __init__(self, *encoded: bytes) -> None:
         self.bytes = {image(one).sha256: one for one in encoded}
@@ -64,7 +64,7 @@ async def test_what_is_kept_is_not_fetched_again() -> None:
     assert held.calls == [[image(b"a").sha256], [image(b"b").sha256]]
 
 
-async def test_those_who_ask_at_the_same_time_share_one_fetch() -> None:
+async def test_callers_at_the_same_time_share_one_fetch() -> None:
     held = Held(b"a")
     held.open.clear()
     cache = MediaCache(held.fetch, 100)
@@ -134,7 +134,7 @@ async def test_an_image_that_nobody_holds_fails_no_other_that_was_asked_for_with
         await both
 
 
-async def test_a_failed_fetch_fails_all_who_wait_and_is_tried_again() -> None:
+async def test_a_failed_fetch_fails_all_waiting_callers_and_is_tried_again() -> None:
     held = Held(b"a")
     held.open.clear()
     held.error = StageError("queue", "it died")

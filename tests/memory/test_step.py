@@ -60,7 +60,7 @@ def test_the_peak_is_the_larger_of_the_loss_and_the_backward_pass() -> None:
         assert sum(peak(made).values()) == max(totals)
 
 
-def test_adapters_leave_gradients_and_moments_of_themselves_alone() -> None:
+def test_only_adapters_have_gradients_and_moments() -> None:
     terms = states(Step(SIZE, trained=1_000_000))
     assert terms["gradients"] == 4_000_000
     assert terms["moments"] == 8_000_000

@@ -1,4 +1,4 @@
-"""The planner's bytes of what sees, compared with what autograd keeps of a real tower."""
+"""The planner's bytes of the vision tower, compared with what autograd keeps of a real tower."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_more_is_computed_again_the_less_is_kept_of_images() -> None:
     assert again == sorted(again)
 
 
-def test_images_are_in_the_peak_of_a_student_that_sees_and_in_no_others() -> None:
+def test_images_are_in_the_peak_of_a_vlm_student_and_in_no_others() -> None:
     step = Step(SIZE, ranks=2)
     assert peak(step)["images"] > 0
     blind = Step(ModelSize(**{**vars(SIZE), "tower": None}), ranks=2)
@@ -132,7 +132,7 @@ def test_images_are_in_the_peak_of_a_student_that_sees_and_in_no_others() -> Non
 
 
 def test_a_frozen_tower_has_no_moments_and_of_images_their_pixels_only() -> None:
-    trained, frozen = Step(SIZE), Step(SIZE, still=TOWER.entries, sees_still=True)
+    trained, frozen = Step(SIZE), Step(SIZE, still=TOWER.entries, vision_frozen=True)
     saved = states(trained)["moments"] - states(frozen)["moments"]
     assert saved == 8 * TOWER.entries
     assert states(trained)["parameters"] - states(frozen)["parameters"] == 2 * TOWER.entries
@@ -149,7 +149,7 @@ def test_all_outside_of_the_towers_layers_is_gathered_with_the_root() -> None:
     assert gathered[1] - gathered[0] == 2 * (some.outside - whole.outside)
 
 
-def test_the_projectors_entries_are_told_apart() -> None:
+def test_the_projectors_entries_are_distinguished() -> None:
     tower = tower_of_the_example()
     assert 0 < tower.projector < tower.entries
 

@@ -50,7 +50,7 @@ def test_the_shares_of_a_sample_on_several_ranks_are_one_record(tmp_path: Path) 
 
 
 def share(whole: SampleRecord, rows: slice) -> SampleRecord:
-    """What one of several ranks has of a sample."""
+    """The part of a sample in one of several ranks."""
     columns = {name: column[rows] for name, column in whole.columns.items()}
     return record(whole.uid, len(whole), columns=columns)
 

@@ -28,7 +28,7 @@ def chat(
 
 
 def end(template: ChatTemplate) -> str:
-    """What follows the header of the assistant's turn."""
+    """The text after the header of the assistant's turn."""
     return template.render([{"role": "user", "content": "x"}]).rpartition("<assistant>")[2]
 
 

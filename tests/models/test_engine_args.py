@@ -31,7 +31,7 @@ def arguments(device: Device, engine: EngineConfig | None = None, **images: Any)
 
 
 def overrides(device: Device, **settings: Any) -> Any:
-    """What the engine's hf_overrides are; None without."""
+    """The engine's hf_overrides; None without."""
     return arguments(device, EngineConfig(**settings)).get("hf_overrides")
 
 

@@ -230,7 +230,7 @@ def test_a_text_with_the_mark_itself_is_refused(model: Path) -> None:
         reader(model).encode(f"a{MARK}b")
 
 
-def test_check_tells_of_special_tokens_that_are_read_as_text(
+def test_check_reports_special_tokens_that_are_read_as_text(
     tmp_path: Path, quickstart: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = ["210=", "<eos>210="]

@@ -23,7 +23,7 @@ import torch
 for name in ("nms", "qnms"):
     torch.library.register_fake(f"torchvision::{name}")(lambda dets, scores, threshold: scores)
 """
-"""What the import of torchvision does."""
+"""The effect of the import of torchvision."""
 CHILD = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
 ENGINE = """
 import multiprocessing, os

@@ -1,4 +1,4 @@
-"""What asks nobody: the process for good, a thread while it loads a model."""
+"""No question to the user: the process for good, a thread while it loads a model."""
 
 from __future__ import annotations
 

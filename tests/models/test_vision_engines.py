@@ -77,7 +77,7 @@ class Family:
         return np.array(ids, np.int32), images
 
     async def answer(self, name: str, images: list[bytes] | None = None) -> Any:
-        """What the engine makes of a prompt: its answer and the log-probabilities of all tokens."""
+        """The engine's result for a prompt: its answer and the log-probabilities of all tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 

@@ -1,4 +1,4 @@
-"""What becomes of the errors of callbacks."""
+"""The effects of errors of callbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ends(Callback):
         raise KeyError("of a checkpoint")
 
 
-def test_all_callbacks_are_told_of_the_end_though_an_earlier_one_fails() -> None:
+def test_all_callbacks_are_called_at_the_end_though_an_earlier_one_fails() -> None:
     failing, other = Ends(ValueError("first")), Ends()
     with pytest.raises(ValueError, match="first"):
         CallbackSink([failing, other]).close(SUMMARY)

@@ -29,7 +29,7 @@ SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
 
 
 class FakeRun:
-    """What wandb was told, and by which settings."""
+    """The calls of wandb, and its settings."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments

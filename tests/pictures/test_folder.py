@@ -59,7 +59,7 @@ def test_equal_images_have_equal_thumbnails() -> None:
     assert thumbnail(noise()) == thumbnail(noise())
 
 
-def test_a_thumbnail_shows_what_a_model_sees() -> None:
+def test_a_thumbnail_shows_the_pixels_of_the_model() -> None:
     file = BytesIO()
     Image.new("RGBA", (8, 4), (0, 0, 0, 0)).save(file, "PNG")
     _, content = thumbnail(file.getvalue())
@@ -90,7 +90,7 @@ def test_those_of_an_earlier_process_count_and_are_not_written_again(tmp_path: P
     assert again.metrics == {"media/thumbnails": 1.0, "media/left_out": 0.0}
 
 
-def test_what_finds_no_room_is_counted_once_and_said_once(tmp_path: Path) -> None:
+def test_what_finds_no_room_is_counted_once_and_reported_once(tmp_path: Path) -> None:
     images = [noise(100, seed) for seed in range(4)]
     encoded = {media(one).sha256: one for one in images}
     room = len(thumbnail(images[0])[1]) * 2 + PNG_BYTES // 8

@@ -1,4 +1,4 @@
-"""Output into a real pipe: nobody waits for its reader, and who reads is told what is missing."""
+"""Output into a real pipe: no writer waits for the reader; it gets the number of lost lines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_written_arrives(pipe: tuple[int, TextIO]) -> None:
     assert stream.finish()
 
 
-def test_nobody_waits_for_a_reader_who_does_not_come(pipe: tuple[int, TextIO]) -> None:
+def test_no_writer_waits_for_a_reader_that_does_not_come(pipe: tuple[int, TextIO]) -> None:
     _, file = pipe
     stream = NonBlockingStream(file, max_characters=PIPE_BYTES)
     for _ in range(100):
@@ -56,7 +56,7 @@ def test_nobody_waits_for_a_reader_who_does_not_come(pipe: tuple[int, TextIO]) -
     assert not stream.finish(0.01)
 
 
-def test_a_reader_who_comes_late_is_told_how_much_is_missing(pipe: tuple[int, TextIO]) -> None:
+def test_a_late_reader_gets_the_number_of_missing_lines(pipe: tuple[int, TextIO]) -> None:
     ours, file = pipe
     stream = NonBlockingStream(file, max_characters=PIPE_BYTES)
     line = "x" * (PIPE_BYTES - 1) + "\n"
@@ -71,7 +71,7 @@ def test_a_reader_who_comes_late_is_told_how_much_is_missing(pipe: tuple[int, Te
     assert read(ours, "again\n") == "(7 lines dropped: the reader was behind)\nhere again\n"
 
 
-def test_a_reader_who_is_gone_is_an_error_of_a_later_write(pipe: tuple[int, TextIO]) -> None:
+def test_a_reader_that_is_gone_is_an_error_of_a_later_write(pipe: tuple[int, TextIO]) -> None:
     ours, file = pipe
     stream = NonBlockingStream(file)
     os.close(ours)

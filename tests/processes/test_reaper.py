@@ -15,7 +15,7 @@ import subprocess, sys, time
 from async_opd.processes.reaper import process_reaper
 
 with process_reaper():
-    # a grandchild in a session of its own, whose parent has ended: nobody's child any more
+    # a grandchild in a separate session, whose parent has ended: an orphan
     start = "subprocess.Popen(['sleep', '60'], start_new_session=True)"
     orphan = f"import subprocess; print({start}.pid)"
     subprocess.run([sys.executable, "-c", orphan], check=True)
@@ -44,7 +44,7 @@ with process_reaper() as ours:
 """
 
 
-def test_who_was_noted_ends_without_the_mark_too() -> None:
+def test_a_noted_process_ends_without_the_mark_too() -> None:
     first = subprocess.Popen([sys.executable, "-c", HIDDEN], stdout=subprocess.PIPE, text=True)
     hidden = int(first.stdout.readline())
     first.kill()

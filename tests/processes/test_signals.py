@@ -1,4 +1,4 @@
-"""Signals, in processes of their own: asked once, a run ends by itself; else it is ended."""
+"""Signals, in separate processes: asked once, a run ends by itself; else it is ended."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_first_signal_lets_the_work_end_by_itself(number: signal.Signals) ->
     assert program.code() == 7
 
 
-def test_a_second_sigint_ends_it_at_once_with_its_children_and_the_code_of_its_last_words() -> None:
+def test_a_second_sigint_ends_it_at_once_with_its_children_and_its_exit_code() -> None:
     program = Program("stubborn", 60)
     assert program.asked(signal.SIGINT) == "cancelled"
     assert program.asked(signal.SIGINT) == "by a second SIGINT"

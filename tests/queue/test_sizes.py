@@ -1,4 +1,4 @@
-"""What samples weigh, computed without them, against what they weigh."""
+"""The sizes of samples, computed without them, against the real sizes."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_preflight_refuses_it_too(tmp_path: Path) -> None:
     ("nbytes", "words"),
     [(5, "5 B"), (1536, "1.5 KiB"), (16 << 20, "16.0 MiB"), (3 << 30, "3.0 GiB")],
 )
-def test_bytes_are_told_in_the_largest_unit_there_is_one_of(nbytes: int, words: str) -> None:
+def test_bytes_are_printed_in_the_largest_unit_there_is_one_of(nbytes: int, words: str) -> None:
     assert in_mib(nbytes) == words
 
 
@@ -194,7 +194,7 @@ def test_steps_since_the_oldest_kept_checkpoint_are_those_of_all_that_are_kept(
     assert kept_steps(config(f"checkpoint.every={every}", f"checkpoint.keep={keep}")) == steps
 
 
-def test_the_disk_space_of_kept_steps_is_told_with_what_its_bound_cuts() -> None:
+def test_the_disk_space_of_kept_steps_is_printed_with_what_its_bound_cuts() -> None:
     most = Traffic(0, 0, 0, 1 << 30, 0)
     given = ("train.steps=64", "checkpoint.every=0", "log.replay_gib={}")
     words = kept_in_words(config(*(one.format(100) for one in given)), most)

@@ -22,7 +22,7 @@ TWO = SamplingSpec(4, 1.0, 1.0, 2)
 
 
 class Engine:
-    """Answers when it is told to; ``asked`` counts the requests of each answer."""
+    """Answers when the test sets it; ``asked`` counts the requests of each answer."""
 
     def __init__(self) -> None:
         self.finished = asyncio.Event()

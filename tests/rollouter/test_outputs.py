@@ -32,7 +32,7 @@ def rollout(found: Any, top_k: int) -> Rollout:
     return rollout_of("p/0", make_prompt("p", "sort"), found, top_k)
 
 
-def test_the_sampled_tokens_and_the_best_are_told_apart() -> None:
+def test_the_sampled_tokens_and_the_best_are_distinguished() -> None:
     found = rollout(output([0, 5, 1], top_k=2), 2)
     assert found.response_ids.tolist() == [0, 5, 1]
     assert found.rollout_logprobs.tolist() == [0, -5, -1]

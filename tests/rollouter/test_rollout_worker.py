@@ -25,7 +25,7 @@ from tests.world.queue import message_queue
 
 
 class Engine:
-    """Answers when told to."""
+    """Answers when the test sets it."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -135,7 +135,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_receiver_has_what_a_trainer_that_was_killed_has_sent_and_nothing_more() -> None:
-    """It has mapped the memory; the next receive ends when gloo sees that the trainer is gone."""
+    """It has mapped the memory; the next receive ends when gloo finds the trainer gone."""
     from async_opd.weight_sync.layout import Rendezvous
 
     root = str(Path(__file__).parents[2])

@@ -1,4 +1,4 @@
-"""What a student replica does while it sleeps, and what it reports to wait for, on a fake."""
+"""A student replica while it sleeps, and the wait that it reports, on a fake."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engine:
 
 
 async def waits_for(student: Any) -> str:
-    """What the replica's report says."""
+    """The content of the replica's report."""
     said: str = (await student.report()).waits_for
     return said
 

@@ -33,7 +33,7 @@ MANY, AT_ONCE = 64, 8  # some are in flight whenever a sync comes
 
 @dataclass
 class Seen:
-    """What a scenario measured."""
+    """The measurements of a scenario."""
 
     before: float = 0.0
     tempered: float = 0.0
@@ -65,7 +65,7 @@ class TopK:
 
 
 def untied_copy(tmp: Path) -> Path:
-    """The student with a head of its own."""
+    """The student with an untied head."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -230,7 +230,7 @@ class World:
         ]
 
     async def refused(self) -> dict[str, str]:
-        """What becomes of prompts that are longer than the model, or have no such token."""
+        """The outcome of prompts that are longer than the model, or have no such token."""
         from async_opd.core.batch import Batch, unpack
 
         wrong = {"long": np.full(5000, 5, np.int32), "foreign": np.array([10**6], np.int32)}

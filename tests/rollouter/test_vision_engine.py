@@ -1,4 +1,4 @@
-"""A real student engine that sees: groups with images, log-probabilities, new weights."""
+"""A real engine of a VLM student: groups with images, log-probabilities, new weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TOWER = "visual"
 
 @dataclass
 class Seen:
-    """What the engine made."""
+    """The engine's results."""
 
     reference: Transformers
     fetches: Fetches
@@ -53,7 +53,7 @@ class Seen:
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
     held: list[tuple[Reference, Evidence]] = field(default_factory=list)
-    """What trainer and engine compute of held rows: before a sync, after it, and after one without
+    """Trainer's and engine's results for held rows: before a sync, after it, and after one without
     the tower."""
     frozen: list[tuple[WeightMeta, Evidence]] = field(default_factory=list)
     """Three syncs in turn without the tower, and what the engine has after each."""
@@ -118,7 +118,7 @@ class World:
         return unpack(Rollout, lease.batches)
 
     async def lost(self) -> dict[str, str]:
-        """What becomes of prompts that no engine may compute."""
+        """The outcome of prompts that no engine may compute."""
         one = self.prompt("one")
         absent = Media("0" * 64, 10, 8, 8)
         bad = [
@@ -225,8 +225,8 @@ async def test_a_rollouts_prompt_has_the_ids_of_the_processor_and_the_short_ones
         short = prompt_of(rollout.prompt.uid, placeholder)
         assert rollout.prompt.token_ids.tolist() == seen.reference.expanded(short).tolist()
         if short.media:
-            assert rollout.seen_by_teacher.prompt.token_ids.tolist() == short.token_ids.tolist()
-            assert rollout.seen_by_teacher.continuation is rollout.continuation
+            assert rollout.for_teacher.prompt.token_ids.tolist() == short.token_ids.tolist()
+            assert rollout.for_teacher.continuation is rollout.continuation
 
 
 async def test_log_probabilities_of_rollouts_agree_with_transformers(seen: Seen) -> None:
@@ -267,7 +267,7 @@ async def test_a_frozen_tower_is_fresh_at_every_comparison(seen: Seen) -> None:
         assert freshness.judge(meta, {0: evidence}).wrong == {}
 
 
-async def test_a_tower_that_stays_and_is_not_said_to_be_frozen_is_found(seen: Seen) -> None:
+async def test_a_tower_that_stays_and_is_not_configured_as_frozen_is_found(seen: Seen) -> None:
     freshness, wrong = Freshness(1), dict[int, WrongWeights]()
     for meta, evidence in seen.frozen:
         wrong = freshness.judge(replace(meta, frozen=()), {0: evidence}).wrong

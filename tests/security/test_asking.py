@@ -156,8 +156,8 @@ def checking(folder: Path, made: Path) -> Iterator[tuple[str, list[str]]]:
         shutil.copytree(STUDENT, student)
         settings, tokenizer = processors(student)[name]
         text = json.loads((student / "config.json").read_text())
-        sees = text | {"image_token_id": 5, "vision_config": {}} | settings
-        (student / "config.json").write_text(json.dumps(sees))
+        vision = text | {"image_token_id": 5, "vision_config": {}} | settings
+        (student / "config.json").write_text(json.dumps(vision))
         (student / "tokenizer_config.json").write_text(json.dumps(tokenizer))
         (student / "preprocessor_config.json").write_text("{}")
         (student / "chat_template.jinja").write_text("{{ messages }}")
@@ -170,7 +170,7 @@ def checking(folder: Path, made: Path) -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def done(hub: tuple[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """What came of all commands, in one process."""
+    """The results of all commands, in one process."""
     folder = tmp_path_factory.mktemp("asking")
     (folder / "base").mkdir()
     forge(run_of(folder / "base"), lambda tree: tree["student"].update(model="../student"))

@@ -1,4 +1,4 @@
-"""What a stranger's data can do while it is read: be refused, with file and row."""
+"""A stranger's data can do one thing while it is read: be refused, with file and row."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_rows_of_another_folder_are_not_opened(hostile: Path) -> None:
 def test_names_of_files_that_are_none(tmp_path: Path, names: list[str]) -> None:
     (tmp_path / "x.arrow").touch()
     state(tmp_path, names)
-    with pytest.raises(SourceError, match="no datasets directory"):
+    with pytest.raises(SourceError, match="is not a datasets directory"):
         read(tmp_path)
 
 

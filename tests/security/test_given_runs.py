@@ -319,7 +319,7 @@ def test_a_folder_in_the_place_of_the_models_card_is_refused(run_dir: Path) -> N
     assert not (run_dir.parent / "out").exists()
 
 
-def test_no_card_tells_which_text_is_the_value_of_a_variable(
+def test_no_card_shows_which_text_is_the_value_of_a_variable(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIVATE_HOST", "buildbox-417")

@@ -34,11 +34,11 @@ for number in range(256):
         pass
 '''
 
-def speaks_by_a_child(response, row):
+def writes_by_a_child(response, row):
     subprocess.run([sys.executable, "-c", SPEAKER.format(FORGED)], close_fds=False)
     return 0.25
 
-def speaks_by_a_fork(response, row):
+def writes_by_a_fork(response, row):
     child = os.fork()
     if not child:
         exec(SPEAKER.format(FORGED))
@@ -51,7 +51,7 @@ def prints_an_answer(response, row):
     sys.__stdout__.flush()
     return 0.25
 
-def speaks_itself(response, row):
+def writes_itself(response, row):
     exec(SPEAKER.format(row.answer.encode() + b"\\n"))
     return 0.25
 
@@ -163,7 +163,7 @@ async def test_a_graders_own_script_finds_what_is_beside_it(
     assert await grader.grade("x", row(folder=str(tmp_path))) == 0.75
 
 
-@pytest.mark.parametrize("how", ["speaks_by_a_child", "speaks_by_a_fork", "prints_an_answer"])
+@pytest.mark.parametrize("how", ["writes_by_a_child", "writes_by_a_fork", "prints_an_answer"])
 async def test_what_a_graders_child_says_is_no_grade(made: Made, how: str) -> None:
     graders = made(f"speakers:{how}")
     assert [await graders.grade("x", row()) for _ in range(3)] == [0.25] * 3
@@ -185,7 +185,7 @@ async def test_what_a_graders_child_says_is_no_grade(made: Made, how: str) -> No
 async def test_an_answer_to_no_request_is_no_grade_and_ends_the_process(
     made: Made, said: str
 ) -> None:
-    graders = made("speakers:speaks_itself")
+    graders = made("speakers:writes_itself")
     with pytest.raises(GradeError, match="sent an invalid answer"):
         await graders.grade("x", row(said))
     assert graders._idle == []
@@ -217,7 +217,7 @@ def test_rays_workers_import_nothing_from_the_working_directory(
     assert made._runtime_env_has_working_dir()
 
 
-def test_rays_workers_import_from_where_the_driver_was_told_to(
+def test_rays_workers_import_from_the_drivers_path(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from async_opd.cluster.session import job_config

@@ -1,4 +1,4 @@
-"""Keys: they come from the environment of who needs them, and are shown and handed on nowhere."""
+"""Keys: each process reads its environment, and nothing shows them or passes them on."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_last_errors_of_a_process_are_its_last_words(logs: Path) -> None:
+def test_the_last_errors_of_a_process_are_quoted(logs: Path) -> None:
     (logs / f"{NAME}.err").write_text("all is well\nMemoryError: none left\n")
     assert last_error_lines(PROCESS) == "      MemoryError: none left"
 
@@ -69,7 +69,7 @@ def test_a_pipe_is_not_waited_for(logs: Path) -> None:
     thread = threading.Thread(target=lambda: found.append(last_error_lines(PROCESS)), daemon=True)
     thread.start()
     thread.join(10)
-    assert "is no regular file" in found[0]
+    assert "is not a regular file" in found[0]
     assert found[0].endswith("error: of its own")
 
 

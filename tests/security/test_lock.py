@@ -1,4 +1,4 @@
-"""What `make quickstart` installs is pinned, and by the hashes of its files where it can be."""
+"""The packages of `make quickstart` are pinned, and by the hashes of its files where it can be."""
 
 from __future__ import annotations
 

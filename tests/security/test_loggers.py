@@ -1,4 +1,4 @@
-"""What loggers receive of prompts, answers and pictures: nothing where the config says so."""
+"""Prompts, answers and pictures that loggers receive: none where the config says so."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SECRET = "hf_not_yours"
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file, in a folder, that is no model's."""
+    """A file, in a folder, that is not a model's."""
     folder = tmp_path / "home"
     folder.mkdir()
     (folder / "secret.jinja").write_text(SECRET)

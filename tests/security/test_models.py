@@ -42,13 +42,14 @@ def test_a_hub_id_is_one_and_check_says_so(tmp_path: Path) -> None:
     said = checked(tmp_path, "teachers.sort.model=somebody/sorter")
     assert said.code == 0
     assert (
-        "teachers.sort.model: somebody/sorter is not a directory and is taken for a hub" in said.out
+        "teachers.sort.model: somebody/sorter is not a local directory and is used as a hub id"
+        in said.out
     )
-    assert "taken for" not in checked(tmp_path).out
+    assert "hub id" not in checked(tmp_path).out
 
 
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """What the hub is asked for; it gives the quickstart's student."""
+    """The requests to the hub; it gives the quickstart's student."""
     import huggingface_hub
 
     asked: list[tuple[str, str | None]] = []
@@ -384,7 +385,10 @@ def test_a_folder_of_the_working_directory_is_not_taken_for_a_model_of_the_hub(
     assert localize(config, "c.yaml").student.model == str(STUDENT)
     assert asked == [("somebody/sorter", COMMIT)]
     said = checked(tmp_path, "student.model=somebody/sorter")
-    assert "student.model: somebody/sorter is not a directory and is taken for a hub" in said.out
+    assert (
+        "student.model: somebody/sorter is not a local directory and is used as a hub id"
+        in said.out
+    )
     said = checked(tmp_path, "student.model=sorter")
     assert said.code == 2
     assert "no such directory: sorter" in said.err

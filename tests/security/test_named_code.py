@@ -158,8 +158,8 @@ def test_the_image_processor_of_a_trusted_student_is_code_too(
         raise ProcessorError("it is of another package", "install it")
 
     monkeypatch.setattr(ImageProcessor, "load", asked)
-    sees = model(tmp_path, "student", model_type="qwen3_vl", vision_config={}, image_token_id=5)
-    (sees / "chat_template.jinja").write_text(TEMPLATE)
-    given = [f"student.model={sees}", "student.trust_remote_code=true"]
+    vision = model(tmp_path, "student", model_type="qwen3_vl", vision_config={}, image_token_id=5)
+    (vision / "chat_template.jinja").write_text(TEMPLATE)
+    given = [f"student.model={vision}", "student.trust_remote_code=true"]
     preflight(config(*given, rows(tmp_path, pictured_row())), "c.yaml", 0, load)
     assert trusted == [load]

@@ -36,7 +36,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What ``ray.init`` was given, with the variables that a child would see."""
+    """The arguments of ``ray.init``, with the variables that a child would see."""
     import ray
 
     calls: list[dict[str, Any]] = []
@@ -148,7 +148,7 @@ class TestTheRayOfALocalRun:
         with pytest.raises(StageError, match=r"No such file or directory\n.*RAY_TMPDIR"):
             session()
 
-    def test_is_no_place_that_a_grader_is_told_of(self) -> None:
+    def test_is_no_place_that_a_grader_gets(self) -> None:
         with environment({"RAY_AUTH_TOKEN_PATH": "/token"}):
             assert "RAY_AUTH_TOKEN_PATH" not in GraderSpec("exact", GradingConfig(), 1).environ()
 

@@ -1,4 +1,4 @@
-"""What docs/security.md promises: no pickle of strangers, no code of models, Ray's token stays."""
+"""docs/security.md's promises: no pickle of strangers, no code of models, Ray's token stays."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_code_of_models_is_off_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_engines_are_told_what_was_asked_for(trusted: bool) -> None:
+def test_engines_get_the_configured_trust(trusted: bool) -> None:
     arguments = engine_kwargs(
         EngineConfig(),
         model="m",

@@ -28,7 +28,7 @@ from async_opd.microscope.folder import MICROSCOPE, RecordWriter, records, unrea
 from async_opd.microscope.record import FILE_BYTES, RecordError, from_bytes, to_bytes
 from async_opd.observability.live.live_file import LIVE_FILE, read_live
 from async_opd.tools.report.recorded_run import read_summary
-from async_opd.tools.report.sample_lives import read_lives
+from async_opd.tools.report.sample_timelines import read_timelines
 from tests.checkpoint.test_mirror import LocalRun, sync
 from tests.microscope.samples import record
 
@@ -177,7 +177,7 @@ def test_a_line_of_metrics_is_bounded(tmp_path: Path) -> None:
 def test_a_line_of_a_trace_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(f'["life"{LONG}]\n')
     with pytest.raises(OSError, match="has a line of more than"):
-        list(read_lives(tmp_path / "trace.json"))
+        list(read_timelines(tmp_path / "trace.json"))
 
 
 def test_a_line_of_the_journal_is_bounded(tmp_path: Path) -> None:

@@ -56,13 +56,13 @@ USES: dict[str, Callable[[RemoteFile], object]] = {
 @pytest.mark.parametrize("use", USES)
 def test_only_regular_files_are_opened(bucket: Path, make: Make, use: str) -> None:
     make(bucket / "it")
-    with bounded(), pytest.raises(OSError, match=r"symbolic link|no regular file|directory"):
+    with bounded(), pytest.raises(OSError, match=r"symbolic link|not a regular file|directory"):
         USES[use](at(bucket / "it"))
     assert (bucket.parent / "private").read_bytes() == PRIVATE
 
 
 def test_a_device_is_not_read() -> None:
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         at(Path("/dev/zero")).read(100)
 
 
@@ -80,7 +80,7 @@ def test_a_mirror_with_a_pipe_for_a_listing_is_refused(bucket: Path, place: str)
     os.mkfifo(bucket / place)
     said = command("inspect", f"file://{bucket}")
     assert said.code in (1, 2)
-    assert "no regular file" in said.err
+    assert "not a regular file" in said.err
 
 
 def test_a_mirror_is_not_claimed_through_a_link_or_a_pipe(bucket: Path, make: Make) -> None:
@@ -97,7 +97,7 @@ def read(source: Any) -> list[str]:
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_rows_at_a_url_are_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with bounded(), pytest.raises(SourceError, match="no regular file"):
+    with bounded(), pytest.raises(SourceError, match="not a regular file"):
         read(FileSource(path=f"file://{tmp_path}/{name}"))
 
 

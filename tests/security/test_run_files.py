@@ -40,7 +40,7 @@ LETTER = DeadLetter(Header("p/0", 3, 0, 0, "t"), "student", "refused")
 CUT = Cut(2, 1, 0, 0, LedgerState((), 2, 0, ()))
 
 Use = Callable[[Path], object]
-"""What a run does with its directory."""
+"""A run's writes to its directory."""
 
 
 def config() -> RunConfig:
@@ -125,7 +125,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
     run_dir: Path, name: str, use: Use
 ) -> None:
     os.mkfifo(run_dir / name)
-    with pytest.raises((StageError, OSError), match="no regular file"):
+    with pytest.raises((StageError, OSError), match="not a regular file"):
         use(run_dir)
 
 
@@ -139,7 +139,7 @@ def test_a_pipe_is_no_summary_and_no_record_of_wandb(run_dir: Path) -> None:
 def test_a_pipe_is_no_ledger_to_audit(run_dir: Path) -> None:
     write_run_format(run_dir)
     os.mkfifo(run_dir / LEDGER)
-    with pytest.raises(AuditError, match="no regular file"):
+    with pytest.raises(AuditError, match="not a regular file"):
         audit(run_dir)
 
 

@@ -1,4 +1,4 @@
-"""What a stranger wrote can neither command a terminal nor look like a line of the run's own."""
+"""A stranger's text can neither command a terminal nor look like a line of the run's own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Text = st.text(st.characters(blacklist_categories=()) | st.sampled_from(HOSTILE)
 
 
 def commands(text: str) -> list[str]:
-    """What a terminal, or who reads lines, would obey; newlines and tabs aside."""
+    """Characters that a terminal or a reader of lines would obey; newlines and tabs aside."""
     bidirectional = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     return [
         char
@@ -75,7 +75,7 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
 
 
 def outputs(run_dir: Path, use: Any) -> dict[str, str]:
-    """What a run that is used so leaves in run.log and on both consoles."""
+    """The output of a run that is used so, in run.log and on both consoles."""
     plain, live = io.StringIO(), io.StringIO()
     dashboard = ViewState(config())
     display = LiveConsole(dashboard, live)

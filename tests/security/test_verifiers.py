@@ -100,7 +100,7 @@ def test_a_response_runs_no_code_in_a_verifier(task: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_response_does_run_code_where_that_is_allowed(tmp_path: Path) -> None:
-    """What the key is documented to mean; if this fails the package has changed."""
+    """The documented meaning of the key; if this fails the package has changed."""
     ran = tmp_path / "ran"
     grade(f"__import__('os').mkdir({str(ran)!r})", made("string_insertion"), allow_eval=True)
     assert ran.exists()

@@ -1,4 +1,4 @@
-"""Who gets the user's key for wandb: the user says so, and no file of the working directory."""
+"""The receiver of the user's key for wandb: chosen by the user, by no file of the directory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def server() -> Iterator[tuple[str, list[str | None]]]:
 
 
 def started(tmp_path: Path, folder: str, wanted: str, said: str, **environment: str) -> str:
-    """What a process says that starts wandb where ``folder``/settings has the lines ``said``."""
+    """The output of a process with wandb where ``folder``/settings has the lines ``said``."""
     work = tmp_path / "work"
     (work / folder).mkdir(parents=True)
     (work / folder / "settings").write_text(f"[default]\n{said}\n")
@@ -88,22 +88,22 @@ def own_file(tmp_path: Path, address: str) -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", "online"])
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])
-def test_the_working_directory_does_not_say_who_gets_the_key(
+def test_the_working_directory_does_not_choose_the_receiver_of_the_key(
     tmp_path: Path, folder: str, wanted: str
 ) -> None:
-    with server() as (theirs, shown_to_them), server() as (mine, shown_to_me):
+    with server() as (theirs, their_requests), server() as (mine, my_requests):
         own_file(tmp_path, mine)
         said = started(tmp_path, folder, wanted, f"base_url = {theirs}", WANDB_API_KEY=KEY)
     assert "modes online" in said
-    assert shown_to_them == []
-    assert any(shown_to_me), said
+    assert their_requests == []
+    assert any(my_requests), said
 
 
 def test_the_working_directory_does_not_say_that_a_run_is_online(tmp_path: Path) -> None:
-    with server() as (theirs, shown_to_them):
+    with server() as (theirs, their_requests):
         said = started(tmp_path, "wandb", "auto", f"base_url = {theirs}\napi_key = {'a' * 40}")
     assert "modes offline" in said
-    assert shown_to_them == []
+    assert their_requests == []
 
 
 def test_a_config_folder_of_the_environment_may_be_named_from_here(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The weight sync's group: who knows its port and not its secret does not join."""
+"""The weight sync's group: a process with its port and not its secret does not join."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def transport() -> Iterator[GlooSender]:
 
 
 def joins(at: Rendezvous, rank: int, secret: bytes | None = None) -> Any:
-    """What an engine does."""
+    """The part of an engine."""
     return GlooReceiver(replace(at, secret=secret or at.secret), rank)
 
 
@@ -130,7 +130,7 @@ def test_a_group_that_is_replaced_can_be_joined_by_nobody(together: Together) ->
 def test_torchs_own_store_finds_no_store_at_the_port(
     transport: GlooSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the weight sync was open to: rank 1 by the port alone."""
+    """The earlier fault of the weight sync: rank 1 by the port alone."""
     monkeypatch.setattr(rendezvous_module, "HANDSHAKE_S", 1.0)
     at = transport.open(2)
     with pytest.raises(torch.distributed.DistError):
@@ -160,7 +160,7 @@ def told(port: int, *said: bytes) -> bytes:
         (b'{"key": "0/0"}\n' * 10,),
     ],
 )
-def test_who_does_not_know_the_secret_reads_no_address(
+def test_a_process_without_the_secret_reads_no_address(
     said: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous_module, "HANDSHAKE_S", 1.0)
@@ -187,7 +187,7 @@ def test_a_tag_that_was_received_authenticates_no_other_connection() -> None:
         server.close()
 
 
-def test_who_knows_another_secret_does_not_keep_a_member_out(
+def test_a_process_with_another_secret_does_not_keep_a_member_out(
     transport: GlooSender, together: Together
 ) -> None:
     at = transport.open(2)
@@ -254,7 +254,7 @@ def test_every_group_has_a_secret_of_its_own() -> None:
 
 
 @given(st.integers(2, 9), st.data())
-def test_what_one_rank_says_to_another_is_what_that_one_hears(size: int, data: Any) -> None:
+def test_another_rank_receives_what_one_rank_sends(size: int, data: Any) -> None:
     secret = new_secret()
     rank, other = data.draw(st.permutations(range(size)))[:2]
     said = tags_sent(secret, rank, range(size))[32 * other : 32 * (other + 1)]

@@ -269,7 +269,9 @@ class TestLock:
             await LockedSync(copies, replicas=gpus, trainer=lock()).push()
         assert not gpus.locked()
 
-    async def test_who_waits_longer_than_the_run_may_stand_still_learns_who_holds_it(self) -> None:
+    async def test_a_wait_longer_than_the_run_may_stand_still_ends_with_the_holders_name(
+        self,
+    ) -> None:
         timer = ManualTimer()
         gpus = lock(100, timer)
         await gpus.acquire("a scoring phase")
@@ -279,7 +281,7 @@ class TestLock:
         with pytest.raises(StageTimeout, match=words):
             await asyncio.wait_for(waiting, 5)
 
-    async def test_who_waits_while_tokens_are_computed_is_not_interrupted(self) -> None:
+    async def test_a_wait_while_tokens_are_computed_is_not_interrupted(self) -> None:
         timer, tokens = ManualTimer(), iter(range(1, 100))
 
         async def progress() -> Progress:
@@ -294,7 +296,7 @@ class TestLock:
         await asyncio.wait_for(waiting, 5)
 
     @pytest.mark.parametrize("late", [False, True], ids=["before", "when"])
-    async def test_who_is_cancelled_before_it_has_the_lock_or_when_it_gets_it_leaves_it_free(
+    async def test_a_call_cancelled_before_it_has_the_lock_or_when_it_gets_it_leaves_it_free(
         self, late: bool
     ) -> None:
         gpus = lock()

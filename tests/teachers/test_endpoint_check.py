@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.images.endpoint_probes import endpoint_probes
 from async_opd.checks.preflight import Inputs
 from async_opd.config.load import load_config
 from async_opd.core.errors import Problem
@@ -139,7 +139,7 @@ def test_a_server_that_is_not_there_is_refused() -> None:
     assert "127.0.0.1:9/health cannot be reached" in problem.message
 
 
-# ── servers of a teacher that sees ─────────────────────────────────────────────────────────────
+# ── servers of a VLM teacher ───────────────────────────────────────────────────────────────────
 
 VISION = EXAMPLE.with_name("vision.yaml")
 SEEN = picture(96, 64)
@@ -167,13 +167,13 @@ async def found_by_rows(server: Server, *rows: Row) -> list[Problem]:
         others = {"kind": "vllm", "model": "/none", "sources": ["larger", "digit", "sort"]}
         both = json.dumps({"sees": teacher, "other": others})
         config = load_config(VISION, [f"teachers={both}"])
-        shown = shown_to_servers(config, Inputs(eval=[rows]))
+        shown = endpoint_probes(config, Inputs(eval=[rows]))
         return await asyncio.to_thread(check_endpoints, config, "c.yaml", shown)
 
 
 @pytest.fixture
 def seeing() -> Server:
-    """A server with the tokens of the student that sees."""
+    """A server with the tokens of the VLM student."""
     pytest.importorskip("torchvision")
     return Server(tokenizes=False)
 

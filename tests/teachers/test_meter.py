@@ -1,4 +1,4 @@
-"""What a teacher's replica reports: counters, and agreement with the student's rollouts."""
+"""The report of a teacher's replica: counters, and agreement with the student's rollouts."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def tempered(ids: np.ndarray, temperature: float) -> RowRequest:
 
 
 def answer(asked: RowRequest) -> torch.Tensor:
-    """What is found in one step with the request's rows alone."""
+    """The result of one step with the request's rows alone."""
     scores = scorer()
     scores.add("r", asked)
     return scores.step(states(asked.rows), [Chunk("r", 0, asked.rows, 0)])["r"]
@@ -113,7 +113,7 @@ def in_steps(scores: RowScores, hidden: torch.Tensor, end: int, cuts: set[int]) 
     return found[-1]["r"]
 
 
-SAMPLED = parts(longest=3).filter(lambda after: any(n for who, n in after if who == "student"))
+SAMPLED = parts(longest=3).filter(lambda after: any(n for of, n in after if of == "student"))
 
 
 @settings(deadline=None)
@@ -211,7 +211,7 @@ def test_requests_of_two_temperatures_may_share_a_step() -> None:
         np.testing.assert_allclose(numbers(found[name], 2, K)[:, :2], own, atol=1e-5)
 
 
-def test_requests_of_one_step_are_told_apart() -> None:
+def test_requests_of_one_step_are_distinguished() -> None:
     scores, hidden = scorer(), states(7)
     first, second = ids_of(2), ids_of(3)
     scores.add("a", wanted(0, first))

@@ -1,4 +1,4 @@
-"""What is asked of an engine for each kind of score, and what becomes of its answers."""
+"""The requests to an engine for each kind of score, and the use of its answers."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def numbers(found: Any) -> Any:
 
 
 class PromptLogprobRequests:
-    """The newer runner's place: here it has an answer of its own."""
+    """The newer runner's place: here it has another answer."""
 
     token_id_scores: dict[str, Any] = {}  # noqa: RUF012
 

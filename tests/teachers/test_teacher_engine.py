@@ -36,7 +36,7 @@ LONG: Parts = [("student", 3), ("tool", 70), ("student", 20), ("student", 4)]
 
 @dataclass
 class Seen:
-    """What the engine returned."""
+    """The engine's results."""
 
     samples: dict[str, list[Any]]
     answers: list[Any]

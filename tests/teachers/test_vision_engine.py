@@ -1,4 +1,4 @@
-"""A real teacher engine that sees: every kind of score behind prompts with images."""
+"""A real engine of a VLM teacher: every kind of score behind prompts with images."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Seen:
 
     def expanded(self, rollout: Rollout) -> Rollout:
         """The rollout behind the teacher's own prompt."""
-        seen = rollout.seen_by_teacher
+        seen = rollout.for_teacher
         return seen.after(replace(seen.prompt, token_ids=self.reference.expanded(seen.prompt)))
 
     def tables(self) -> list[Any]:
@@ -88,7 +88,7 @@ async def scenario(folder: Path) -> Seen:
         for kind in ("sampled", "student_topk", "hidden"):
             scoring = RequestScoring(replace(spec, kind=kind), teacher._engine, media)  # type: ignore[arg-type]
             samples[kind] = [
-                Sample(one, await scoring.score(one.seen_by_teacher, f"{kind} {one.uid}"))
+                Sample(one, await scoring.score(one.for_teacher, f"{kind} {one.uid}"))
                 for one in asked
             ]
         prompts: list[Prompt] = [prompt_of(n, reference.processor.placeholder_id) for n in PROMPTS]

@@ -1,4 +1,4 @@
-"""A real vLLM server of a teacher that sees, with --enable-scale-out."""
+"""A real vLLM server of a VLM teacher, with --enable-scale-out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.asyncio(loop_sco
 K = 5
 BOUND = 1e-3
 NEVER = tuple(TOKENS.index(f"<|{kind}_pad|>") for kind in ("image", "video"))
-KEY = "KEY_OF_THE_SERVER_THAT_SEES"
+KEY = "KEY_OF_THE_VISION_SERVER"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ async def test_scores_of_a_server_behind_images_are_those_of_transformers(
     asked = rollouts(reference.processor.placeholder_id)
     samples = unpack(Sample, [await replica.score(Batch.pack(asked))])
     for rollout, sample in zip(asked, samples, strict=True):
-        seen = rollout.seen_by_teacher
+        seen = rollout.for_teacher
         prompt = replace(seen.prompt, token_ids=reference.expanded(seen.prompt))
         table = reference.logprobs(seen.after(prompt))
         scores: Any = sample.scores

@@ -109,7 +109,7 @@ def test_a_run_of_another_config_is_refused(
     assert "train.lr: the run began with 0.002, now it is 0.001" in capsys.readouterr().err
 
 
-def test_a_completed_run_is_said_to_be_complete(
+def test_a_completed_run_is_reported_as_complete(
     begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (begun / "summary.json").write_text(json.dumps({"status": "completed"}))

@@ -26,7 +26,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.files.run_format import write_run_format
 from async_opd.models.tokenizer import Text
 from async_opd.tools import given_run
-from async_opd.tools.evaluate import alone_of
+from async_opd.tools.evaluate import evaluation_config
 from trainer.saving import checkpoint_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -101,7 +101,7 @@ def test_a_teacher_answers_its_own_prompts_on_an_engine_with_its_model(
 
 def test_only_engines_that_evaluate_are_a_pool_of_their_own() -> None:
     config = load_config(EXAMPLE, ["rollout.replicas=3"])
-    taken = {pool.name: pool.replicas for pool in pools(alone_of(config, None, None))}
+    taken = {pool.name: pool.replicas for pool in pools(evaluation_config(config, None, None))}
     assert taken["eval"] == 3
 
 
@@ -109,9 +109,9 @@ def test_a_run_directory_stands_for_its_final_model(tmp_path: Path) -> None:
     write_run_format(tmp_path)
     config = load_config(EXAMPLE, [])
     with pytest.raises(ConfigError, match="has no model/ yet"):
-        alone_of(config, str(tmp_path), None)
+        evaluation_config(config, str(tmp_path), None)
     (tmp_path / "model").mkdir()
-    assert alone_of(config, str(tmp_path), None).student.model == str(tmp_path / "model")
+    assert evaluation_config(config, str(tmp_path), None).student.model == str(tmp_path / "model")
 
 
 def test_a_relative_directory_is_not_taken_for_a_hub_id(
@@ -119,19 +119,19 @@ def test_a_relative_directory_is_not_taken_for_a_hub_id(
 ) -> None:
     shutil.copytree(EXAMPLE.parent / "quickstart" / "models" / "student", tmp_path / "models/mine")
     monkeypatch.chdir(tmp_path)
-    alone = alone_of(load_config(EXAMPLE), "models/mine", None)
+    alone = evaluation_config(load_config(EXAMPLE), "models/mine", None)
     assert alone.student.model == str(tmp_path / "models" / "mine")
 
 
 def test_a_teacher_may_be_named_by_its_hub_id() -> None:
     config = load_config(EXAMPLE, ["teachers.sort.model=somebody/sorter"])
-    assert alone_of(config, None, "sort").student.model == "somebody/sorter"
+    assert evaluation_config(config, None, "sort").student.model == "somebody/sorter"
 
 
 def test_a_teacher_has_the_trust_of_its_own_section() -> None:
     config = load_config(EXAMPLE)
     student = config.student.model_copy(update={"trust_remote_code": True})
-    alone = alone_of(config.model_copy(update={"student": student}), None, "sort")
+    alone = evaluation_config(config.model_copy(update={"student": student}), None, "sort")
     assert alone.student.model == config.teacher_model("sort")
     assert not alone.student.trust_remote_code
 
@@ -214,5 +214,5 @@ def test_a_damaged_checkpoint_is_refused_before_an_engine_starts(
     folder = checkpoint_in(tmp_path / "run")
     (folder / "cut.json").write_text("{}")
     assert main(["eval", str(EXAMPLE), str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
     assert started == []

@@ -1,4 +1,4 @@
-"""What a follower of a growing file reads."""
+"""The lines that a follower of a growing file reads."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Run:
         self.live.beat()
 
     def die(self) -> None:
-        """Leaves what a kill leaves: the live file of a process that is no more."""
+        """Leaves what a kill leaves: the live file of a process that has gone."""
         self.live._ended.set()
         self.live._thread.join()
         self.live._run = replace(self.live._run, born=1)
@@ -197,7 +197,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_is_shown_from_there(
     ] == "5/100"
 
 
-def test_a_run_whose_process_is_gone_is_said_to_be_and_how_to_go_on(
+def test_a_run_whose_process_is_gone_is_reported_with_how_to_go_on(
     run: Run, out: io.StringIO
 ) -> None:
     run.step(1)

@@ -62,7 +62,7 @@ def gpt_bigcode() -> Any:
 
 
 def mixtral() -> Any:
-    """Noise on what its router sees."""
+    """Noise on its router's input."""
     return made("Mixtral", num_local_experts=4, router_jitter_noise=0.3)
 
 

@@ -15,7 +15,7 @@ import torch
 def spread(
     ranks: int, work: Callable[[int], Any], folder: Path, timeout_s: float = 120
 ) -> list[Any]:
-    """What every rank's ``work`` returns; tensors, containers and plain values.
+    """The result of every rank's ``work``; tensors, containers and plain values.
 
     AssertionError unless all end within the timeout.
     """

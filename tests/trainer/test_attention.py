@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,7 +76,7 @@ def test_ragged_rows_have_the_loss_and_gradients_of_eager_attention(name: str, k
 
 
 def test_a_window_that_is_left_out_changes_the_loss() -> None:
-    """The test before sees windows: its sequences are longer."""
+    """The test before finds windows: its sequences are longer."""
     model = families.mistral(window=3).eval()
     windowed, _ = loss_of(model, VARLEN, packed())
     register_kernel(
@@ -253,7 +252,11 @@ async def test_eager_flex_attention_is_refused_in_every_thread_and_call(
 
     found: list[tuple[int, bool]] = []
     work = WorkThread("train")
-    for call in (build, partial(work.run, seen)):
+
+    async def on_the_thread() -> None:
+        await work.run(seen)
+
+    for call in (build, on_the_thread):
         await asyncio.create_task(call(), context=contextvars.Context())
     bare = threading.Thread(target=seen)
     bare.start()

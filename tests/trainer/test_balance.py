@@ -24,7 +24,7 @@ from trainer.batches.balance import (
     SMOOTHED,
     Balance,
     Balancing,
-    Seen,
+    TeacherStats,
     masses_of,
 )
 from trainer.batches.token_weights import TokenWeighting
@@ -55,8 +55,8 @@ def weights_of(metrics: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if key.endswith("/weight")}
 
 
-def seen(mass: float, gap: float, first: float) -> Seen:
-    return Seen(SMOOTHED, mass, SMOOTHED, gap, first)
+def seen(mass: float, gap: float, first: float) -> TeacherStats:
+    return TeacherStats(SMOOTHED, mass, SMOOTHED, gap, first)
 
 
 # ── the weights ────────────────────────────────────────────────────────────────────────────────
@@ -93,7 +93,9 @@ SEEN = st.builds(seen, st.floats(1e-4, 1.0), st.floats(-1.0, 20.0), st.floats(-1
 
 
 @given(st.dictionaries(st.sampled_from("abcde"), SEEN, min_size=1))
-def test_weights_are_bounded_and_their_mean_over_tokens_is_one(known: dict[str, Seen]) -> None:
+def test_weights_are_bounded_and_their_mean_over_tokens_is_one(
+    known: dict[str, TeacherStats],
+) -> None:
     found = Balance(known).weights()
     assert max(found.values()) <= min(found.values()) * LARGEST_RATIO * (1 + 1e-9)
     masses = sum(one.mass for one in known.values())
@@ -101,7 +103,7 @@ def test_weights_are_bounded_and_their_mean_over_tokens_is_one(known: dict[str, 
 
 
 def test_gap_and_mass_are_means_of_the_first_steps_and_exponential_ones_from_then_on() -> None:
-    one = Seen()
+    one = TeacherStats()
     for step in range(SMOOTHED):
         one = one.with_gap(float(step)).with_mass(float(step % 2))
     mean = (SMOOTHED - 1) / 2
@@ -117,7 +119,7 @@ def test_a_gap_that_is_not_finite_is_left_out() -> None:
 
 
 @given(st.dictionaries(st.sampled_from("abcde"), SEEN))
-def test_what_a_checkpoint_has_of_it_is_exact(known: dict[str, Seen]) -> None:
+def test_what_a_checkpoint_has_of_it_is_exact(known: dict[str, TeacherStats]) -> None:
     assert Balance.of(Balance(known).text()) == Balance(known)
 
 

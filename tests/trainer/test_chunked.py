@@ -259,7 +259,7 @@ def test_never_more_than_a_chunk_of_logits_is_alive(small: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_traced_whole_and_the_trace_agrees(name: str) -> None:
-    """What a GPU compiles: one graph, no break."""
+    """The graphs that a GPU compiles: one graph, no break."""
     torch.compiler.reset()  # compilations of one function are counted over all tests
     *_, x = problem(name)
     eager, traced = x.logits.detach().clone(), x.logits.detach().clone()

@@ -134,7 +134,7 @@ def test_with_auto_layers_are_recomputed_on_a_gpu_only(device: str, passes: int)
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_the_check_sees_what_is_random_in_the_mode_that_trains(name: str) -> None:
+def test_the_check_finds_what_is_random_in_the_mode_that_trains(name: str) -> None:
     with pytest.raises(StageError, match="is random while it trains"):
         check_student(RANDOM[name]().train())
 
@@ -238,7 +238,7 @@ def test_a_kernel_that_differs_from_the_eager_definition_is_refused(dtype: Any) 
 
 
 def test_a_student_whose_attention_needs_a_gpu_is_checked_on_the_cpu_too() -> None:
-    """What is compared before sharding is eager attention."""
+    """Before sharding the check compares eager attention."""
     register()
     model = tiny_model()
     model.set_attn_implementation(VARLEN)

@@ -1,4 +1,4 @@
-"""What the trainer makes of unusual families is what a real engine samples from."""
+"""For unusual families the trainer computes the distribution of a real engine."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.conftest import make_sample
 from tests.properties import examples
 from tests.world.clock import ManualTimer
 from trainer.batcher import Batcher
-from trainer.batches.hand_out import Dealt, HandOut
+from trainer.batches.hand_out import AssignedBatch, HandOut
 from trainer.batches.micro_batches import PlannedMicroBatch
 from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Plan, fetch
@@ -141,7 +141,7 @@ class World:
         samples = [make_sample(uid, tokens, version) for uid in uids]
         await self.queue.put(SCORED, Batch.pack(samples))
 
-    async def take(self, version: int = 0) -> Dealt:
+    async def take(self, version: int = 0) -> AssignedBatch:
         return await asyncio.wait_for(self.hand_out.take(version), 5)
 
     async def fetched(self, count: int) -> None:
@@ -151,7 +151,7 @@ class World:
                 await settle()
 
 
-def uids(dealt: Dealt) -> list[str]:
+def uids(dealt: AssignedBatch) -> list[str]:
     return [header.uid for header in dealt.batch.headers]
 
 

@@ -1,4 +1,4 @@
-"""What the trainer's parts need at import."""
+"""The imports of the trainer's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies between a snapshot and its broadcast, on a device that notes the order of calls."""
+"""The work between a snapshot and its broadcast, on a device that notes the order of calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Transport:
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a GPU is told, in order: its events come after what was queued before them."""
+    """The calls of a GPU, in order: its events come after what was queued before them."""
     order: list[str] = []
 
     class Event:

@@ -32,7 +32,7 @@ def logits(model: Any, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_the_check_sees_factors_that_depend_on_the_longest_position(name: str) -> None:
+def test_the_check_finds_factors_that_depend_on_the_longest_position(name: str) -> None:
     with pytest.raises(StageError, match="packed logits"):
         check_student(LONG[name]())
 

@@ -33,12 +33,12 @@ def part(tensor: torch.Tensor, where: tuple[slice, ...]) -> Part:
 
 
 def halves(tensor: torch.Tensor) -> list[Part]:
-    """What two ranks have."""
+    """The parts of two ranks."""
     return by_rows(tensor, 2)
 
 
 def by_rows(tensor: torch.Tensor, ranks: int) -> list[Part]:
-    """What each rank has, as FSDP shards: the same number of rows, the last ranks fewer or none."""
+    """Each rank's part, as FSDP shards: the same number of rows, the last ranks fewer or none."""
     size = -(-len(tensor) // ranks)
     starts = [min(rank * size, len(tensor)) for rank in range(ranks + 1)]
     rest = tuple(slice(0, length) for length in tensor.shape[1:])

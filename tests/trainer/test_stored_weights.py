@@ -1,4 +1,4 @@
-"""What ranks read from a model's files is what ``from_pretrained`` loads, bit by bit."""
+"""Ranks read from a model's files the weights of ``from_pretrained``, bit by bit."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_log_probabilities_that_are_no_numbers_mean_wrong_weights(broken: float)
 
 
 def seen(nats_of_text: float, nats_of_image: float) -> tuple[WeightMeta, Evidence]:
-    """Of a student that sees, whose last row has an image, and a tenth of the noise of text."""
+    """Of a VLM student, whose last row has an image, and a tenth of the noise of text."""
     media = (Media("00", 1, 1, 1),)
     rows = (*ROWS, HeldRow(np.arange(4, dtype=np.int32), 3, media, b"0"))
     own = tuple(np.full(row.compared, -1.0, np.float32) for row in rows)

@@ -122,7 +122,7 @@ def test_joined_tensors_are_not_looked_for_among_the_layers_of_a_model(
 
 
 def of_student(step: int) -> dict[str, torch.Tensor]:
-    """What a student with a frozen tower sends: all else, under the names of its checkpoint."""
+    """A student with a frozen tower sends all else, under the names of its checkpoint."""
     draw = torch.Generator().manual_seed(step)
     return {
         "model.language_model.layers.0.mlp.down_proj.weight": torch.randn(4, 6, generator=draw),

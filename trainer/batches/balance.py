@@ -38,7 +38,7 @@ with the student, whose gaps are noise. Also the least share of a gap that count
 
 
 @dataclass(frozen=True)
-class Seen:
+class TeacherStats:
     """A teacher's smoothed ``mass`` and ``gap``, and in how many steps they were seen.
 
     ``first`` is the gap's mean over the first ``SMOOTHED`` steps that have it.
@@ -50,12 +50,12 @@ class Seen:
     gap: float = 0.0
     first: float = 0.0
 
-    def with_mass(self, mass: float) -> Seen:
+    def with_mass(self, mass: float) -> TeacherStats:
         """After a batch of which it had this mass, 0 for a batch without it."""
         count = self.masses + 1
         return replace(self, masses=count, mass=_moved(self.mass, mass, count))
 
-    def with_gap(self, gap: float) -> Seen:
+    def with_gap(self, gap: float) -> TeacherStats:
         """After a step with tokens of it, which had this gap in nats."""
         count, mean = self.gaps + 1, _moved(self.gap, gap, self.gaps + 1)
         return replace(self, gaps=count, gap=mean, first=mean if count <= SMOOTHED else self.first)
@@ -63,14 +63,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Balance:
-    """What is known of each teacher before a step; steps make new ones."""
+    """The statistics of each teacher before a step; steps make new ones."""
 
-    seen: Mapping[str, Seen] = field(default_factory=dict)
+    seen: Mapping[str, TeacherStats] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> Balance:
         """From ``text()``; '' is that of a run's start."""
-        return cls({name: Seen(**one) for name, one in json.loads(text or "{}").items()})
+        return cls({name: TeacherStats(**one) for name, one in json.loads(text or "{}").items()})
 
     def text(self) -> str:
         """All of it as JSON, whose numbers are exact; '' at a run's start."""
@@ -82,7 +82,7 @@ class Balance:
         if not masses:
             return self
         names = sorted(self.seen.keys() | masses.keys())
-        every = {name: self.seen.get(name, Seen()) for name in names}
+        every = {name: self.seen.get(name, TeacherStats()) for name in names}
         return Balance({name: one.with_mass(masses.get(name, 0.0)) for name, one in every.items()})
 
     def with_gaps(self, metrics: Mapping[str, float]) -> Balance:
@@ -135,7 +135,7 @@ class Balancing:
         self._weights: dict[str, float] = {}
 
     def factors(self, headers: Sequence[Header]) -> dict[str, float]:
-        """What multiplies the planned distillation weights of each teacher's samples.
+        """Factors of the planned distillation weights of each teacher's samples.
 
         It depends on the steps before and on this batch's headers alone. The total of the weights
         is that of the reduction with these weights of teachers.

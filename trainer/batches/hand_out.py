@@ -1,12 +1,12 @@
-"""Deals batches out to the ranks, each of which fetches its own samples from the queue.
+"""Assigns batches to the ranks, each of which fetches its own samples from the queue.
 
     batcher ──headers──► Plan ──Share──► rank 0 … N-1 ──fetch──► queue
                                              │ sums, or leases that are lost
        └──commit, step ◄─────────────────────┘
 
-The next batch is dealt out while the step before is computed. Leases that have expired, or whose
-queue has died, are let go, and another batch is chosen: no sample is lost or trained twice, since
-only what is committed is trained and acknowledged. Samples with images that nobody has are dead
+The next batch is assigned while the step before is computed. Leases that have expired, or whose
+queue has died, are released, and another batch is chosen: no sample is lost or trained twice, since
+only what is committed is trained and acknowledged. Samples with images that no process has are dead
 letters.
 """
 
@@ -27,7 +27,7 @@ from trainer.rank_group import RankGroup, dispatched, run_with_ranks
 
 
 class Planner(Protocol):
-    """What the learner decides from headers."""
+    """The learner's decisions from headers."""
 
     @property
     def vocabularies(self) -> Vocabularies:
@@ -39,7 +39,7 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True)
-class Dealt:
+class AssignedBatch:
     """A batch of which every rank has its samples.
 
     ``own`` is what rank 0 has fetched, ``repetition`` the sum over all responses.
@@ -69,35 +69,35 @@ class HandOut:
         self._rank_group = rank_group
         self._number = 0
         self._version = 0  # of the last ``take``
-        self._next: asyncio.Task[Dealt] | None = None
+        self._next: asyncio.Task[AssignedBatch] | None = None
 
-    async def take(self, version: int) -> Dealt:
+    async def take(self, version: int) -> AssignedBatch:
         """Waits for a batch that is fresh enough at the trainer's weight ``version``.
 
-        It is taken for a step; the next one is dealt out from now on.
+        It is taken for a step; the next one is assigned from now on.
         """
         self._version = version
         while True:
             try:
-                dealt = await self._deal_ahead()
+                assigned = await self._assign_next()
             finally:
                 self._next = None
-            if self._batcher.commit(dealt.batch, version):
+            if self._batcher.commit(assigned.batch, version):
                 break
-        self._deal_ahead()
-        return dealt
+        self._assign_next()
+        return assigned
 
     def close(self) -> None:
-        """Stops what is dealt out ahead."""
+        """Stops the assignment of the next batch."""
         if self._next is not None:
             self._next.cancel()
 
-    def _deal_ahead(self) -> asyncio.Task[Dealt]:
+    def _assign_next(self) -> asyncio.Task[AssignedBatch]:
         if self._next is None:
-            self._next = asyncio.create_task(self._deal(), name="dealing samples out")
+            self._next = asyncio.create_task(self._assign(), name="assigning samples")
         return self._next
 
-    async def _deal(self) -> Dealt:
+    async def _assign(self) -> AssignedBatch:
         while True:
             batch = await self._batcher.choose(lambda: self._version)
             plan = await asyncio.to_thread(self._planner.plan, batch.headers)
@@ -110,12 +110,12 @@ class HandOut:
             unseen = {uid: why for one in fetched for uid, why in one.unseen.items()}
             if not lost and not unseen:
                 total = sum(one.repetition for one in fetched)
-                return Dealt(batch, plan, self._number, fetched[0], total)
+                return AssignedBatch(batch, plan, self._number, fetched[0], total)
             await self._batcher.forget(lost)
             await self._batcher.give_up(unseen)
 
     async def _fetched(self, shares: Sequence[Share]) -> list[Fetched]:
-        """What each rank has fetched; of the others without their samples."""
+        """Each rank's fetched part; of the others without their samples."""
         own, *others = shares
         vocabularies = self._planner.vocabularies
         mine: Coroutine[Any, Any, Any] = fetch(self._batcher.queue, own, vocabularies, self._media)

@@ -21,7 +21,7 @@ from trainer.vision.images import Images, Samples, of_rollout
 Groups = list[list[int]]
 
 ROUND_TOKENS = 512
-"""What a round costs beside its samples, in tokens: gathering parameters of P bfloat16 numbers
+"""The cost of a round beside its samples, in tokens: gathering parameters of P bfloat16 numbers
 twice at 400 GB/s takes as long as 4000 P FLOPs at 400 TFLOP/s, and a token takes 6 P."""
 
 
@@ -94,7 +94,7 @@ def assign_micro_batches(
     """Groups of indices for each rank. Deterministic.
 
     With one rank, the groups of ``group_by_budget``. With more, every rank gets equally many groups
-    of at most ``budget`` tokens; a longer sample is a group of its own. Some groups are empty if
+    of at most ``budget`` tokens; a longer sample is a separate group. Some groups are empty if
     there are fewer samples than ranks. Of two divisions, by tokens and by ``costs``, which are in
     any unit and by default the tokens, the one with the lower ``step_cost``.
     """
@@ -106,7 +106,7 @@ def assign_micro_batches(
 
 
 def step_cost(assigned: Sequence[Groups], lengths: Sequence[int], costs: Sequence[float]) -> float:
-    """What a step costs: of each round the most expensive group, and ``ROUND_TOKENS``."""
+    """The cost of a step: of each round the most expensive group, and ``ROUND_TOKENS``."""
     overhead = ROUND_TOKENS * sum(costs) / sum(lengths)
     together = zip(*assigned, strict=True)
     rounds = [[sum(costs[i] for i in group) for group in groups] for groups in together]

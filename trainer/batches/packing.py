@@ -49,7 +49,7 @@ class Row:
     """Sequences one after the other, T tokens in all: input ids and position ids [1, T].
 
     ``starts`` int32 [n + 1] are the first token of each sequence, and T; ``longest`` is the number
-    of tokens of the longest one. ``images`` are those of a row of a student that sees.
+    of tokens of the longest one. ``images`` are those of a row of a VLM student.
     """
 
     input_ids: torch.Tensor
@@ -103,7 +103,7 @@ class Packed(Row):
 def group_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Groups of indices whose lengths sum to at most ``budget``: first fit, longest first.
 
-    A sample longer than the budget is a group of its own. Deterministic.
+    A sample longer than the budget is a separate group. Deterministic.
     """
     groups: list[list[int]] = []
     room: list[int] = []

@@ -1,4 +1,4 @@
-"""What each rank computes of a batch, decided from headers, and how it gets the samples of it.
+"""Each rank's share of a batch, decided from headers, and how it gets its samples.
 
     headers ──► Plan ──► Share of each rank ──fetch──► its own MicroBatches
                               topic scored ──payloads──┘
@@ -100,7 +100,7 @@ class Leased:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank fetches and computes of a batch; later batches have higher ``number``s.
+    """One rank's part of a batch, to fetch and compute; later batches have higher ``number``s.
 
     ``measured`` are the indices of the responses whose repetition it measures.
     """
@@ -113,10 +113,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a rank has fetched: its micro-batches, and the sum of its responses' repetition.
+    """A rank's fetched part: its micro-batches, and the sum of its responses' repetition.
 
-    There are none if ``lost`` leases do not have their samples any more, if nobody has an image of
-    a sample (``unseen``: reasons by uid), or with an ``error``.
+    There are none if ``lost`` leases do not have their samples any more, if no process has an image
+    of a sample (``unseen``: reasons by uid), or with an ``error``.
     """
 
     micro_batches: tuple[MicroBatch, ...] = ()

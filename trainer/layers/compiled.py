@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainer.layers.recomputation import checkpointing_layers
-from trainer.losses.compiled import of_the_compiler, told
+from trainer.losses.compiled import is_compile_error, summary
 from trainer.notes import note
 
 MAX_GRAPHS = 32
@@ -54,7 +54,7 @@ class CompiledLayers:
             _run, dynamic=True, fullgraph=True, backend=backend, recompile_limit=MAX_GRAPHS
         )
         self._reason = ""
-        logging.getLogger("torch._dynamo.convert_frame").addFilter(self._hear)
+        logging.getLogger("torch._dynamo.convert_frame").addFilter(self._keep_reason)
 
     @property
     def is_compiled(self) -> bool:
@@ -85,15 +85,15 @@ class CompiledLayers:
                 try:
                     return self._compiled(forward, *args, **named)
                 except Exception as error:
-                    if not of_the_compiler(error):
+                    if not is_compile_error(error):
                         raise
                     self._compiled = None
                     cause = f"more than {MAX_GRAPHS} graphs, {self._reason}"
-                    cause = cause if self._reason else told(error)
+                    cause = cause if self._reason else summary(error)
                     note(f"decoder layers run eagerly, not compiled: {cause}")
         return forward(*args, **named)
 
-    def _hear(self, warning: logging.LogRecord) -> bool:
+    def _keep_reason(self, warning: logging.LogRecord) -> bool:
         """Keeps the failed guard of a warning that there are too many graphs."""
         for line in warning.getMessage().splitlines():
             if REASON in line:

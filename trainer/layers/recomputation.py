@@ -4,8 +4,8 @@
     selective   its input, and the results of matrix products and of attention
     full        its input
 
-What is not kept is computed again in the backward pass, from what is: with ``selective`` norms,
-rotary positions and activation functions, with ``full`` the whole layer.
+Values that are not kept are computed again in the backward pass, from those that are: with
+``selective`` norms, rotary positions and activation functions, with ``full`` the whole layer.
 """
 
 from __future__ import annotations

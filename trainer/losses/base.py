@@ -97,7 +97,7 @@ class Recorded:
     k: int
 
     def part(self, rows: slice) -> Recorded:
-        """What of it lies in these rows, counted from their start."""
+        """The part of it in these rows, counted from their start."""
         cut = []
         for one in self.rows:
             start, stop = max(one.start, rows.start), min(one.stop, rows.stop)

@@ -101,9 +101,9 @@ class ObjectiveRun:
             try:
                 return self._chosen(logits, tokens, teacher)
             except Exception as error:
-                if not of_the_compiler(error):  # a kernel: it may have overwritten the logits
+                if not is_compile_error(error):  # a kernel: it may have overwritten the logits
                     raise
-                self._fall_back(f"it cannot be compiled again: {told(error)}")
+                self._fall_back(f"it cannot be compiled again: {summary(error)}")
         return self._eager(logits, tokens, teacher)
 
     def _eager(self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> Metrics:
@@ -141,7 +141,7 @@ class ObjectiveRun:
             except Exception as error:
                 if run is self.objective:
                     raise
-                self._fall_back(f"compiling failed: {told(error)}")
+                self._fall_back(f"compiling failed: {summary(error)}")
                 return
         (eager_s, exact), (compiled_s, gradient) = found
         largest = float(exact.abs().max())
@@ -165,13 +165,13 @@ def _rows_of_a_tile(logits: torch.Tensor) -> int:
     return min(max(TILE_BYTES[logits.device.type] // row, 1), max(len(logits), 1))
 
 
-def of_the_compiler(error: Exception) -> bool:
+def is_compile_error(error: Exception) -> bool:
     """Whether the error arose before any kernel ran."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return isinstance(error, TorchDynamoException | FailOnRecompileLimitHit)
 
 
-def told(error: Exception) -> str:
+def summary(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

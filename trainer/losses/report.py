@@ -77,8 +77,7 @@ def token_sums(
     """Sums in float64 of a part's values, by name; ``tokens`` is their number.
 
     Of the importance ratios also the ``LARGEST`` and the squares' sum. ``owners`` [N] are each
-    value's index in ``names``, the pairs of teacher and data source, which have metrics of their
-    own.
+    value's index in ``names``, the pairs of teacher and data source, which have separate metrics.
     """
     found = {name: value.double() for name, value in values.items() if name not in UNLOGGED}
     ratio = found["importance"]

@@ -4,7 +4,7 @@
                                         log mu ────────┴──► Σ log q/mu of each response
 
 Loss and gradient of a chunk are computed together, and a response may lie in several chunks:
-therefore these sums take a pass over the chunks of their own, before the pass that computes
+therefore these sums take a separate pass over the chunks, before the pass that computes
 gradients. It costs one more product of hidden states and head, beside three for loss and gradients.
 """
 

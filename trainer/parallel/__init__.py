@@ -2,6 +2,6 @@
 
     ranks = replicate × shard × context      a row's tokens lie on ``context`` ranks side by side
 
-The parameters lie on all shard × context ranks of one copy (``student/sharding.py``). What ranks
-other than the first do is in ``follower``.
+The parameters lie on all shard × context ranks of one copy (``student/sharding.py``). The work of
+ranks other than the first is in ``follower``.
 """

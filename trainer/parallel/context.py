@@ -7,7 +7,7 @@ row of T tokens ──share──► T/c tokens on each of c ranks ──decoder
     share          rank 0          rank 1            7 tokens each
 
 A sequence may lie in several shares. Each rank knows where all sequences of the row begin, since
-attention sees them whole; response tokens belong to the rank with the row of logits that predicts
+attention reads them whole; response tokens belong to the rank with the row of logits that predicts
 them. Ranks of a context are consecutive, so that those of a node exchange with each other.
 
     each rank: all heads of its tokens ──all-to-all──► its heads of all tokens ──kernel──┐
@@ -48,7 +48,7 @@ from trainer.vision.parts import attention_of, set_attention_of
 ACROSS = "packed_across_ranks"
 """Name in transformers' registry."""
 KERNELS: dict[str, Kernel] = {VARLEN: varlen, FLASH: flash_attn}
-"""What computes a rank's heads, by the attention that one rank alone would have."""
+"""Computes a rank's heads, by the attention that one rank alone would have."""
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -127,7 +127,8 @@ def _queries_of_share(
     """The attention of this rank's queries, with the keys and values of all tokens.
 
     A sequence that began on a rank before has more keys than queries here. On a GPU it waits for
-    the device once, to cut keys that no query here sees: kernels give them no gradient, not even 0.
+    the device once, to cut keys that no query here attends to: kernels give them no gradient, not
+    even 0.
     """
     start = rank * len(query)
     end = start + len(query)
@@ -149,7 +150,7 @@ def share_of(row: AnyRow, rank: int, ranks: int) -> AnyRow:
     """The share of one of the ranks, on the row's device.
 
     Its input and position ids are those of its tokens. ``starts`` and ``longest`` stay those of the
-    whole row; what is added to it is one more sequence. ``rows`` count from the share's start.
+    whole row; its padding is one more sequence. ``rows`` count from the share's start.
     """
     total = row.input_ids.shape[1]
     added = padding(total, ranks)

@@ -1,4 +1,4 @@
-"""What the learner calls in the processes of ranks 1 … N-1.
+"""The learner's counterpart in the processes of ranks 1 … N-1.
 
 learner ──rank group──► Follower ──its thread──► Rank
                            └──fetch──► queue
@@ -35,7 +35,7 @@ def _in_thread(
 
 
 class Follower:
-    """What the learner calls in the process of another rank, which fetches from ``queue``."""
+    """The learner's counterpart in the process of another rank, which fetches from ``queue``."""
 
     def __init__(self, rank: Rank, queue: Queue | None = None) -> None:
         self.rank, self.queue = rank, queue

@@ -5,7 +5,7 @@
     microscope/step_N.rank_R.npz ◄──thread── SampleRecord ◄──finish── one copy to the host
 
 The copy is one a step, whatever the number of tokens; decoding, compressing and writing are on a
-thread of their own. While a step's records are still being written, the next step's are lost, which
+separate thread. While a step's records are still being written, the next step's are lost, which
 is counted: no step waits for a disk.
 """
 
@@ -107,7 +107,7 @@ class Recorder:
         self._warned = False
 
     def begin(self) -> None:
-        """A step begins: what an earlier one that failed has left of its values is dropped."""
+        """A step begins: values that an earlier, failed step has left are dropped."""
         self._taken = []
 
     def mark(self, packed: Packed, micro_batch: MicroBatch) -> Packed:

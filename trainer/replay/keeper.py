@@ -42,7 +42,7 @@ SETTLE_S = 60.0
 
 @dataclass(frozen=True)
 class Kept:
-    """What a rank says when a step is trained. ``fault``: why it does not keep it, else ''.
+    """A rank's record of a trained step. ``fault``: why it does not keep it, else ''.
 
     ``ended``: nor will it keep later ones. ``nbytes`` of files it has, ``removed`` so many steps of
     them for the bound.
@@ -159,7 +159,7 @@ class Keeping:
         self._part = token_hex(8)
         self._lost = 0
         self._ended = False
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def keep(
         self,
@@ -179,8 +179,8 @@ class Keeping:
         faults = {one.fault: one.ended for one in answers if one.fault}
         self._ended = self._ended or any(faults.values())
         self._lost += self._ended or bool(faults)
-        new = {fault: ended for fault, ended in faults.items() if fault not in self._said}
-        self._said |= new.keys()
+        new = {fault: ended for fault, ended in faults.items() if fault not in self._reported}
+        self._reported |= new.keys()
         found = {"replay/lost": float(self._lost)}
         if answers:
             found["replay/keep_s"] = time.perf_counter() - started

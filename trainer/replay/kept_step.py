@@ -1,4 +1,4 @@
-"""The file of a kept step: what a rank was given, and what came of it.
+"""The file of a kept step: a rank's inputs and results.
 
     record    JSON: headers of the whole batch, loss and other results, digests of weights, config
     samples   those of this rank's micro-batches, as ``trainer.saving.sample_file`` has them
@@ -42,12 +42,12 @@ _REMEDY = "replay a step after the next checkpoint"
 
 @dataclass(frozen=True)
 class StepResult:
-    """What rank 0 tells all ranks of a step that is trained.
+    """Rank 0's message to all ranks about a trained step.
 
     ``quantities`` are its metrics that depend on nothing but weights and batch, as ``float.hex``
     texts: they are equal only for equal bits, and can be NaN. ``lr_factor`` multiplied its learning
     rate. ``skipped`` is the reason why the step changed no weights, else ''. ``part`` is another
-    text in each process of rank 0: files of two parts of a run are told apart.
+    text in each process of rank 0: it distinguishes files of two parts of a run.
     """
 
     step: int
@@ -60,7 +60,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank's file says of a step beside its samples.
+    """The content of a rank's file of a step, beside its samples.
 
     ``version`` is the weight version that the step began with, ``platform`` what the rank computed
     on and with, ``digests`` those of its weights after the step; ``config`` is the run's.

@@ -1,4 +1,4 @@
-"""What a rank computes on and with: a step has the same bits only where all of it is the same."""
+"""The platform of a rank: a step has the same bits only where all of it is the same."""
 
 from __future__ import annotations
 

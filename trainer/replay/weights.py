@@ -1,4 +1,4 @@
-"""What a rank says of its weights: a digest of each, and a few entries that show how far off.
+"""Per-rank weight digests: a digest of each, and a few entries that show how far off.
 
 own shard of each parameter ──► digest, equal only for equal bits
                             └─► up to 16 of its entries, for the size of a difference

@@ -1,4 +1,4 @@
-"""What the trainer writes: its state in a checkpoint, scored samples, the exported model.
+"""The trainer's files: its state in a checkpoint, scored samples, the exported model.
 
 Imports ``async_opd.files``, ``async_opd.models`` and ``trainer.student``.
 """

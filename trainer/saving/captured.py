@@ -21,7 +21,7 @@ from trainer.saving.state import copy_parts
 
 @dataclass(frozen=True)
 class RankFile:
-    """What a rank has written: its file, or the reason why there is none.
+    """A rank's written part: its file, or the reason why there is none.
 
     The reason is returned and not raised: an error would end the group of ranks, and the run.
     """

@@ -34,7 +34,7 @@ FORMAT_ERRORS = (AttributeError, LookupError, TypeError, ValueError, OverflowErr
 """Errors of reading a safetensors file that ``write_samples`` did not write."""
 KINDS = {kind.__name__: kind for kind in get_args(Scores)}
 NOT_STORED = ("prompt", "row", "spans", "version_spans", "encoded")
-"""Fields stored on their own, and ``row``, which only graders read: a scored sample is graded."""
+"""Fields stored separately, and ``row``, which only graders read: a scored sample is graded."""
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:

@@ -41,7 +41,7 @@ Where = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Stamp:
-    """What all files of one checkpoint have in common; ``id`` is drawn for each.
+    """The common fields of all files of one checkpoint; ``id`` is drawn for each.
 
     ``frozen`` is ``saving.state.frozen_digest``, '' if it is not known; ``balance`` the text of
     ``batches.balance.Balance``, '' without automatic weights of teachers.
@@ -146,7 +146,7 @@ class Shards:
             names = ", ".join(piece.path.name for piece, _ in found) or "no file"
             kind = "twice" if twice else "only in part"
             raise CheckpointError(
-                TRAINER, f"{self._folder} has {name} {_said(where)} {kind} ({names})", _REMEDY
+                TRAINER, f"{self._folder} has {name} {_place(where)} {kind} ({names})", _REMEDY
             )
         if len(found) == 1:
             return found[0][0].read(where)
@@ -176,7 +176,7 @@ class Shards:
             if any(not 0 <= one.start <= one.stop <= limit for one, limit in limits) or (
                 pieces and (pieces[0].shape, pieces[0].kind) != (piece.shape, piece.kind)
             ):
-                raise ValueError(f"{path.name} has {name} {_said(where)} of {shape}, {piece.kind}")
+                raise ValueError(f"{path.name} has {name} {_place(where)} of {shape}, {piece.kind}")
             pieces.append(piece)
         step, version = int(metadata["step"]), int(metadata["version"])
         if path.name == FORMER_FILE:
@@ -209,7 +209,7 @@ class _Piece:
         return str(self.file.get_slice(self.name).get_dtype())
 
     def read(self, where: Where) -> torch.Tensor:
-        """What of the piece lies at this place of the full tensor."""
+        """The part of the piece at this place of the full tensor."""
         if not where:
             return self.file.get_tensor(self.name)  # type: ignore[no-any-return]
         found: torch.Tensor = self.file.get_slice(self.name)[_within(where, self.where)]
@@ -242,7 +242,7 @@ def _whole(shape: tuple[int, ...]) -> Where:
 
 
 def _overlap(one: Where, other: Where) -> Where:
-    """What both have in common; empty slices where they have nothing."""
+    """The common part of both; empty slices where they have nothing."""
     starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
     stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
     return tuple(slice(a, max(a, b)) for a, b in zip(starts, stops, strict=True))
@@ -258,5 +258,5 @@ def _volume(where: Where) -> int:
     return math.prod(one.stop - one.start for one in where)
 
 
-def _said(where: Where) -> str:
+def _place(where: Where) -> str:
     return "[" + ", ".join(f"{one.start}:{one.stop}" for one in where) + "]"

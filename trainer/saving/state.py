@@ -75,7 +75,7 @@ def load_model(model: Any, shards: Shards) -> None:
 
 
 def frozen_digest(model: Any) -> str:
-    """Tells apart the frozen weights of models of the same shapes; '' if all weights are trained.
+    """Distinguishes the frozen weights of models of the same shapes; '' if all weights are trained.
 
     It is a SHA-256 of the first numbers of each frozen parameter's first row in bfloat16 (of a
     vector one number): rank 0 has these, however many ranks share the rows.
@@ -110,7 +110,7 @@ def training_state(model: Any, optimizer: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def stored_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a checkpoint has of the model: all, or of a partly frozen one what is trained.
+    """The model's part in a checkpoint: all, or of a partly frozen one the trained part.
 
     The frozen rest is read from the student's own files.
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the adapter."""
 BASE, LORA = ".base_layer.", ".lora_"
-"""What peft puts into the names of frozen and of trained tensors."""
+"""Infixes of peft in the names of frozen and of trained tensors."""
 
 
 def add_adapters(model: Any, lora: LoraConfig) -> None:

@@ -2,8 +2,8 @@
 
     Packed.starts, longest ──keyword arguments of the decoder──► every layer ──► ragged kernel
 
-transformers finds these functions by name, as it finds ``sdpa``. What a layer asks of them beyond
-what the kernel computes is an error, never ignored.
+transformers finds these functions by name, as it finds ``sdpa``. A request of a layer beyond
+the kernel's abilities is an error, never ignored.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ HARMLESS = {
 
 @dataclass(frozen=True)
 class Ragged:
-    """What a kernel knows of a packed row and its layer, beside queries, keys and values.
+    """A kernel's inputs of a packed row and its layer, beside queries, keys and values.
 
     ``starts`` and ``longest`` are those of ``packing.Row``. ``scale`` of scores: None is 1 over the
-    root of the heads' width. ``window``: keys that a query sees before itself; None for all.
+    root of the heads' width. ``window``: keys that a query attends to before itself; None for all.
     ``soft_cap`` None: scores are not capped. ``key_starts`` are the keys' where a sequence has more
     keys than queries: its queries are then its last tokens.
     """

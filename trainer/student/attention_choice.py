@@ -48,13 +48,13 @@ class Platform:
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model asks of its attention, over all layers.
+    """The requests of a model to its attention, over all layers.
 
     ``layers``: calls of transformers' attention interface. ``lengths``: keyword arguments of the
     decoder reach every call. ``head_dims``: widths of queries and of values. ``windows_known``: the
     masks are causal, and every window of a mask is named in calls too. ``soft_cap``: scores are
     capped. ``others``: further arguments that change the result. ``flex``: transformers has
-    flex attention for the model. ``other_layers``: kinds of layers that are no attention, as its
+    flex attention for the model. ``other_layers``: kinds of layers that are not attention, as its
     config names them. ``fault``: why the model could not be asked.
     """
 
@@ -72,7 +72,7 @@ class AttentionNeeds:
 def choose_attention(
     wanted: Attention, platform: Platform, needs: AttentionNeeds, across: bool = False
 ) -> Kind:
-    """What computes the attention. StageError, with reasons, if ``wanted`` or nothing can.
+    """The kind of attention. StageError, with reasons, if there is none for ``wanted``.
 
     ``across``: ranks share each row, so that it computes some heads of all of their tokens.
     """
@@ -85,13 +85,13 @@ def choose_attention(
     for kind, reason in reasons.items():
         if not reason:
             return kind
-    told = ". ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+    cause = ". ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
     remedy = "choose another student.model" if wanted == "auto" else "set train.attention: auto"
     if across:
-        told, remedy = f"shared by ranks: {told}", f"set train.context_parallel: 1, or {remedy}"
+        cause, remedy = f"shared by ranks: {cause}", f"set train.context_parallel: 1, or {remedy}"
     raise StageError(
         "trainer",
-        f"no attention for packed rows of this student, {told}",
+        f"no attention for packed rows of this student, {cause}",
         f"{remedy}; {DENSE}" if gpu and not across else remedy,
     )
 
@@ -129,7 +129,7 @@ def _faults_across_ranks(kind: Kind, needs: AttentionNeeds) -> Iterator[str]:
 
 
 def _faults_of_calls(needs: AttentionNeeds) -> Iterator[str]:
-    """What functions that get each sequence by itself, and no mask, cannot compute."""
+    """The needs that functions of single sequences, without a mask, cannot meet."""
     if not needs.lengths:
         yield "the model does not pass the lengths of sequences on to its layers"
     if not needs.windows_known:

@@ -2,7 +2,7 @@
 
     model ──two tokens──► each layer's call, each mask's function ──► AttentionNeeds
 
-Settings of a config do not tell: each family names windows, caps and sinks in its own way.
+Settings of a config are not enough: each family names windows, caps and sinks differently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLASH_ATTN = (2, 6)
 
 
 def platform_of(device: torch.device, half: bool) -> Platform:
-    """What the device, torch and the installed packages can do."""
+    """The abilities of the device, torch and the installed packages."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers.utils import is_flash_attn_2_available
 
@@ -48,7 +48,7 @@ def _flash_attn_version() -> tuple[int, ...]:
 
 
 def attention_needs(model: Any) -> AttentionNeeds:
-    """What the model asks of its attention. Its attention implementation is ``PROBE`` afterwards.
+    """The needs of the model's attention. Its attention implementation is ``PROBE`` afterwards.
 
     A model that fails without a mask, or does not call transformers' attention, has no ``layers``.
     """

@@ -129,8 +129,8 @@ def _made(directory: Path, trust_remote_code: bool) -> Any:
     settings = AutoConfig.from_pretrained(directory, **trust)
     # A config.json may name a kernel, which transformers would download and run.
     settings._attn_implementation = None
-    seeing = getattr(settings, "vision_config", None) is not None
-    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    vision = getattr(settings, "vision_config", None) is not None
+    kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(settings, dtype=torch.float32, **trust)
     return model.eval()

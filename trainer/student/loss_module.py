@@ -51,7 +51,7 @@ class DecoderAndHead:
         linear = model.get_output_embeddings()
         fault = ""
         if model.base_model is model:
-            fault = f"{name} has no decoder of its own (base_model_prefix finds none)"
+            fault = f"{name} has no separate decoder (base_model_prefix finds none)"
         elif "chunked_attention" in (getattr(settings, "layer_types", None) or ()):
             fault = f"{name} attends in chunks, which would begin at positions of the packed row"
         elif not isinstance(linear, torch.nn.Linear):

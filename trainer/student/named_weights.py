@@ -16,7 +16,7 @@ import torch
 from trainer.saving.state import model_state
 from trainer.student.adapters import BASE, LORA, adapter_state, plain_state
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded
-from trainer.vision.parts import parameters_that_see
+from trainer.vision.parts import vision_parameters
 
 _BY_LAYER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether a model's tensors are converted layer by layer."""
@@ -67,7 +67,7 @@ def frozen_names(model: Any) -> tuple[str, ...]:
 
 def _frozen_parameters(model: Any) -> set[str]:
     """The names of parameters of a tower and its projector that are not trained."""
-    frozen = {id(p) for _, _, p in parameters_that_see(model) if not p.requires_grad}
+    frozen = {id(p) for _, _, p in vision_parameters(model) if not p.requires_grad}
     return {name for name, p in model.named_parameters() if id(p) in frozen}
 
 

@@ -34,7 +34,7 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
 @dataclass(frozen=True)
 class Jitter:
-    """Multiplies tensors by 1 + e, with e uniform within ±JITTER from a generator of its own."""
+    """Multiplies tensors by 1 + e, with e uniform within ±JITTER from a separate generator."""
 
     generator: torch.Generator
 
@@ -80,7 +80,7 @@ def reference_of(
     The second time with errors in the results of all modules, for which ``layers`` run eagerly.
 
     ``logits_of`` computes logits [T, V] with the student, in the dtype whose rounding is
-    ``rounding``. ``sight`` is that of a student that sees.
+    ``rounding``. ``sight`` is that of a VLM student.
     """
     started = time.perf_counter()
     row = packed(rows, sight)

@@ -49,7 +49,7 @@ def _varies(kind: str) -> bool:
 
 
 def _pin_longrope(module: Any, positions: Positions) -> None:
-    """Gives the module a config of its own, in which both sets of factors are the engine's."""
+    """Gives the module a separate config, in which both sets of factors are the engine's."""
     module.config = copy.deepcopy(module.config)
     rope = module.config.rope_parameters
     magnitude = positions.magnitude(rope)

@@ -38,7 +38,7 @@ Place = tuple[torch.nn.Module, str]
 
 @dataclass(frozen=True)
 class Source:
-    """What one tensor of the model, or several, are made of.
+    """The stored parts of one tensor of the model, or of several.
 
     ``stored``: names in the files by the pattern of the rule, in the order in which they are
     joined. ``rule`` is transformers', None for a tensor that is read as it is. ``name`` is the
@@ -116,7 +116,7 @@ class StoredWeights:
         return getattr(*self._places[name])
 
     def _opened(self, stack: ExitStack) -> dict[str, Any]:
-        """What reads slices of the tensors, by the tensors' names in the files."""
+        """Readers of slices of the tensors, by the tensors' names in the files."""
         try:
             files = [stack.enter_context(safe_open(file, "pt")) for file in self._files]
         except (OSError, SafetensorError) as error:
@@ -124,7 +124,7 @@ class StoredWeights:
         return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
     def _matched(self, names: Mapping[str, Any]) -> tuple[list[Source], set[str]]:
-        """What the model's tensors are made of, and the stored names that belong to none."""
+        """The sources of the model's tensors, and the stored names that belong to none."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -188,9 +188,9 @@ class StoredWeights:
             "unknown to the model": found.unexpected_keys,
             "of another shape": other_shapes,
         }
-        told = "; ".join(f"{kind}: {_some(sorted(some))}" for kind, some in faults.items() if some)
-        if told:
-            raise self._fault(told, REMEDY)
+        text = "; ".join(f"{kind}: {_some(sorted(some))}" for kind, some in faults.items() if some)
+        if text:
+            raise self._fault(text, REMEDY)
 
     def _fault(self, cause: str, remedy: str) -> StageError:
         return StageError(TRAINER, f"weights of {self._directory}: {cause}", remedy)
@@ -252,7 +252,8 @@ def _places(model: Any) -> Iterator[tuple[str, Place]]:
 def _allocate(model: Any, home: torch.device, device: torch.device) -> None:
     """Replaces all tensors on ``meta`` by uninitialized ones; tied ones stay tied.
 
-    Parameters are at ``home``, buffers on the device; what a GPU reads from host memory is pinned.
+    Parameters are at ``home``, buffers on the device; tensors that a GPU reads from host memory are
+    pinned.
 
     Those that a state dict has are marked, so that transformers initializes none of them, nor any
     that is not on ``meta``, such as an adapter's.

@@ -1,4 +1,4 @@
-"""What a student that sees has more: its parts, images of packed rows, positions of their tokens.
+"""VLM students: vision parts, images of packed rows, positions of their tokens.
 
 Knows neither the loss nor the ranks. Nothing here is by family: parts are found by their names in
 transformers' model, positions are the model's own.

@@ -1,4 +1,4 @@
-"""Held rows of a student that sees: one has an image, so that its tower is compared, too.
+"""Held rows of a VLM student: one has an image, so that its tower is compared, too.
 
     held_rows ──expand──► one packed row ──► the trainer's log-probabilities
     (short, with one placeholder)  ──► each replica's engine expands it by itself

@@ -23,7 +23,7 @@ from async_opd.core.row import Media
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import TRAINER
 from async_opd.media.cache import FETCH_S
-from trainer.vision.parts import sees
+from trainer.vision.parts import is_vision_model
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
@@ -39,7 +39,7 @@ STAND_IN_PIXELS = 56
 
 @dataclass(frozen=True)
 class RowImages:
-    """What the decoder needs of a row's images.
+    """The decoder's inputs of a row's images.
 
     ``inputs`` are the model's own of the different images, such as ``pixel_values``. ``order`` are
     their indices in the order in which the row shows them; none where the images only keep a rank
@@ -67,7 +67,7 @@ def of_rollout(rollout: Rollout) -> tuple[Media, ...]:
 
 def has_dimensions(decoder: Any) -> bool:
     """Whether positions of the decoder have three dimensions (M-RoPE)."""
-    return sees(decoder) and hasattr(decoder, "get_rope_index")
+    return is_vision_model(decoder) and hasattr(decoder, "get_rope_index")
 
 
 class Sight:
@@ -124,7 +124,7 @@ class Sight:
         self._stands_in = bool(some)
 
     def of(self, rollouts: Sequence[Rollout], encoded: Mapping[str, bytes]) -> RowImages | None:
-        """The images of a row of these rollouts; None for text that nobody waits for.
+        """The images of a row of these rollouts; None for text that no caller waits for.
 
         StageError for an image whose bytes are not there, and for tokens that are not those of the
         images.
@@ -192,7 +192,7 @@ class Sight:
 
 
 def sight_of(config: RunConfig, model: Any, device: torch.device) -> Sight | None:
-    """What gives images to the student of a run; None for one that reads text only."""
+    """The source of images for the student of a run; None for one that reads text only."""
     from async_opd.models.processor import ImageProcessor
 
     student = config.student
@@ -202,7 +202,7 @@ def sight_of(config: RunConfig, model: Any, device: torch.device) -> Sight | Non
         trust_remote_code=student.trust_remote_code,
         processor_kwargs=student.processor_kwargs,
     )
-    if not sees(model):
+    if not is_vision_model(model):
         return None
     kept = config.data.image_cache_mib << 20
     bound = config.timeouts.request_s
@@ -217,7 +217,7 @@ def images_of(
         return sight.of(rollouts, encoded)
     if wrong := [one.uid for one in rollouts if of_rollout(one)]:
         cause = f"{wrong[0]} has images, and the student's config.json no vision_config"
-        raise StageError(TRAINER, cause, "choose a student.model that sees")
+        raise StageError(TRAINER, cause, "choose a vision model as student.model")
     return None
 
 

@@ -1,4 +1,4 @@
-"""The parts of a model that sees, and which of them are frozen.
+"""The parts of a vision model, and which of them are frozen.
 
 base_model ─┬─ vision tower        model.visual.blocks…      model.vision_tower…
             ├─ projector           model.visual.merger…      model.multi_modal_projector…
@@ -19,14 +19,14 @@ PROJECTOR = re.compile(r"(projector|merger|connector|aligner)", re.IGNORECASE)
 """In names of what lies between a tower and the language model, in the families of transformers."""
 
 
-def sees(model: Any) -> bool:
+def is_vision_model(model: Any) -> bool:
     """Whether a model of transformers, or its decoder, computes images."""
     return getattr(model.config, "vision_config", None) is not None
 
 
 def language_model(model: Any) -> Any:
     """The part that attends to a row's tokens; of a model that reads text only, the model."""
-    return model.get_decoder() if sees(model) else model
+    return model.get_decoder() if is_vision_model(model) else model
 
 
 def attention_of(model: Any) -> str:
@@ -39,9 +39,9 @@ def set_attention_of(model: Any, implementation: str) -> None:
     language_model(model).set_attn_implementation(implementation)
 
 
-def parameters_that_see(model: Any) -> Iterator[tuple[Part, str, Any]]:
+def vision_parameters(model: Any) -> Iterator[tuple[Part, str, Any]]:
     """Each parameter outside of the language model and the head: part, name, parameter."""
-    if not sees(model):
+    if not is_vision_model(model):
         return
     base, apart = model.base_model, {id(p) for p in language_model(model).parameters()}
     for name, parameter in base.named_parameters():
@@ -53,7 +53,7 @@ def parameters_that_see(model: Any) -> Iterator[tuple[Part, str, Any]]:
 def freeze(model: Any, parts: Sequence[Part]) -> None:
     """Freezes the parts. StageError for a part that the model does not have."""
     found: set[Part] = set()
-    for part, _, parameter in parameters_that_see(model):
+    for part, _, parameter in vision_parameters(model):
         found.add(part)
         if part in parts:
             parameter.requires_grad_(False)
@@ -61,6 +61,6 @@ def freeze(model: Any, parts: Sequence[Part]) -> None:
         raise StageError(
             TRAINER,
             f"train.freeze names {', '.join(missing)}, and {type(model).__name__} has "
-            f"{', '.join(sorted(found)) or 'no part that sees'}",
+            f"{', '.join(sorted(found)) or 'no vision part'}",
             "leave it out of train.freeze",
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 STUDENT = "student.model"
 PACKAGES = {"PIL": "Pillow", "torchvision": "torchvision"}
-"""What transformers' image processors and vLLM's models that see import."""
+"""Packages that transformers' image processors and vLLM's vision models import."""
 INSTALL = "pip install 'async-opd[vision]'"
 
 
@@ -36,20 +36,20 @@ def check_families(
     """Reports every model that cannot compute the images of these data sources.
 
     ``files``: those of the models that could be read, by config key; ``partial`` ones may lack
-    some. A student that sees is checked without images too, because it is loaded as a whole.
+    some. A VLM student is checked without images too, because it is loaded as a whole.
     """
-    seeing = {key for key, one in files.items() if one.config.get("vision_config") is not None}
+    vision = {key for key, one in files.items() if one.config.get("vision_config") is not None}
     asked = {STUDENT: sorted(sources)} if sources else {}
     for source in sorted(sources):
         teacher = config.teacher_of(source)
         if teacher is not None:
             asked.setdefault(f"teachers.{teacher}.model", []).append(source)
     for key, theirs in asked.items():
-        if key in files and key not in seeing:
-            what = f"rows of {', '.join(theirs)} have images, and {files[key].path} sees none"
-            remedy = f"a model that sees ({', '.join(TAKEN)}), or these rows without images"
+        if key in files and key not in vision:
+            what = f"rows of {', '.join(theirs)} have images, and {files[key].path} takes none"
+            remedy = f"a vision model ({', '.join(TAKEN)}), or these rows without images"
             found.add(key, f"{what}: its config.json has no vision_config", remedy)
-    for key in sorted(seeing & {STUDENT, *asked}):
+    for key in sorted(vision & {STUDENT, *asked}):
         _family(key, files[key], device, key in partial, found)
     for key, theirs in asked.items():
         served = config.teachers.get(key.removeprefix("teachers.").removesuffix(".model"))
@@ -57,15 +57,15 @@ def check_families(
             message = f"rows of {', '.join(theirs)} have images, which go to servers of vLLM only"
             remedy = "serve the teacher by vLLM with --enable-scale-out, and set api to vllm"
             found.add(f"{key.removesuffix('.model')}.api", message, remedy)
-    _settings(config, files, seeing, found)
+    _settings(config, files, vision, found)
     missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
-    if missing and (asked or STUDENT in seeing):
-        needs = f"models that see need {' and '.join(missing)}, which this Python lacks"
-        found.add(min(seeing & {STUDENT, *asked}, default=STUDENT), needs, INSTALL)
+    if missing and (asked or STUDENT in vision):
+        needs = f"vision models need {' and '.join(missing)}, which this Python lacks"
+        found.add(min(vision & {STUDENT, *asked}, default=STUDENT), needs, INSTALL)
 
 
 def _family(key: str, files: ModelFiles, device: Device, partial: bool, found: Findings) -> None:
-    """Reports what stops a model that sees."""
+    """Reports what stops a vision model."""
     if key == STUDENT and files.untrainable:
         return  # reported already
     reason = refused(files.config, device, trained=key == STUDENT)
@@ -82,7 +82,7 @@ def _family(key: str, files: ModelFiles, device: Device, partial: bool, found: F
 
 
 def _settings(
-    config: RunConfig, files: Mapping[str, ModelFiles], seeing: Set[str], found: Findings
+    config: RunConfig, files: Mapping[str, ModelFiles], vision: Set[str], found: Findings
 ) -> None:
     """Reports settings of processors that nothing reads."""
     named = {"student": config.student}
@@ -90,6 +90,6 @@ def _settings(
     for section, one in sections.items():
         given = one.processor_kwargs if isinstance(one, ModelSection) else {}
         key = f"{section}.model"
-        if given and key in files and key not in seeing:
-            message = f"found {', '.join(given)}, but {files[key].path} sees no images"
+        if given and key in files and key not in vision:
+            message = f"found {', '.join(given)}, but {files[key].path} takes no images"
             found.add(f"{section}.processor_kwargs", message, "remove it")

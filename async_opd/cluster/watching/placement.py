@@ -1,6 +1,6 @@
 """Gives the GPUs that are left after the loss of a machine to the most important processes.
 
-    a unit waits for GPUs ──► who waits, and the table of what is missing: one message
+    a unit waits for GPUs ──► the units that wait, and the table of what is missing: one message
                           └─► a less important unit gives its GPUs up, and waits for others
 
 The trainer comes first, then a replica of each teacher, a replica of the student, and all others.
@@ -28,7 +28,7 @@ class Reserved(Protocol):
 
 
 class Placement:
-    """Sees to the ``bundles``. ``hosts`` are the pools whose GPUs teachers share."""
+    """Keeps the ``bundles`` placed. ``hosts`` are the pools whose GPUs teachers share."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class Placement:
         self._shown = frozenset(waiting)
         self._open.close()
         if waiting:
-            who = ", ".join(map(self._names, waiting))
+            names = ", ".join(map(self._names, waiting))
             table = shortage(self._bundles.units, nodes)
-            self._notify(f"cluster: GPUs are missing for {who}: {table}")
-            self._open.enter_context(self._waits.on(f"GPUs for {who}"))
+            self._notify(f"cluster: GPUs are missing for {names}: {table}")
+            self._open.enter_context(self._waits.on(f"GPUs for {names}"))
 
     def close(self) -> None:
         """Ends the lines about what is waited for."""

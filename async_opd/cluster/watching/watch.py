@@ -70,7 +70,7 @@ class ClusterWatch:
                 self._placement.close()
 
     async def look(self) -> None:
-        """Asks the head once, and who waits for GPUs; see ``run``."""
+        """Asks the head once, and the units that wait for GPUs; see ``run``."""
         asked = self._clock()
         try:
             self._changed |= self._noticed(await self._ask())

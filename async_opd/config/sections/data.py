@@ -100,7 +100,7 @@ class DataConfig(Section):
     max_image_pixels: PositiveInt = 1 << 25
     """Most pixels of an image (width x height); a row with a larger one is refused."""
     max_images: PositiveInt = 8
-    """Most images of a row; one with more is refused. Engines of models that see take as many in a
+    """Most images of a row; one with more is refused. Engines of vision models take as many in a
     prompt."""
     image_cache_mib: PositiveInt = 256
     """Maximum size in MiB of the encoded images that each replica and each rank of the trainer
@@ -120,7 +120,7 @@ class DataConfig(Section):
     """Most tokens of a prompt; by default the positions that the model has left beside the longest
     response."""
     overlong: Literal["refuse", "filter", "truncate_left"] = "refuse"
-    """What is done with longer prompts: the run is refused (a streamed row that was not checked is
+    """The treatment of longer prompts: the run is refused (a streamed row that was not checked is
     a dead letter), such rows are left out, or their first tokens are cut off. ``run.log`` has their
     number."""
     size_temperature: float | None = Field(default=None, gt=0)

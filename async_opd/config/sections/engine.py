@@ -114,7 +114,7 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def _parsed(text: str) -> Any:
-    """What vLLM would make of a text; None if it is not JSON."""
+    """The value that vLLM reads from a text; None if it is not JSON."""
     try:
         return json.loads(text) if text.lstrip().startswith(("{", "[")) else None
     except (ValueError, RecursionError):

@@ -44,7 +44,7 @@ class EvalConfig(Section):
     of each data source equally many; 0: no files. All files together take at most 64 times as much:
     those of the oldest steps make room for others."""
     replicas: int = Field(default=0, ge=0)
-    """Engines that only evaluate, as ``rollout`` says otherwise, on GPUs of their own: an
+    """Engines that only evaluate, as ``rollout`` says otherwise, on dedicated GPUs: an
     evaluation then measures exactly one weight version, and takes nothing from the rollouts. 0: the
     rollout replicas evaluate beside their rollouts, which may take several versions."""
     teachers: bool = True
@@ -75,7 +75,7 @@ class GradingConfig(Section):
     """Maximum of grader processes, and of responses graded at the same time, in each student
     replica (for a reward) and in the driver (for evaluation). They start when they are needed."""
     memory_gb: float = Field(default=16, gt=0)
-    """Memory bound of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: mapped
+    """Memory bound of a grader's process, in 1e9 bytes of its data (``RLIMIT_DATA``: mapped
     files do not count). A larger allocation fails, and the response is a dead letter. Each process
     that a grader starts has the same bound."""
     pass_env: list[Name] = Field(default=[])

@@ -15,7 +15,7 @@ LOGGERS = ("tensorboard", "mlflow", "trackio")
 
 
 class MicroscopeConfig(Section):
-    """What ``async_opd inspect`` shows of single tokens (docs/microscope.md)."""
+    """Records of single tokens, for ``async_opd inspect`` (docs/microscope.md)."""
 
     share: float = Field(default=0.0, ge=0, le=1)
     """Share of the samples whose tokens are recorded in ``microscope/`` of the run directory; 0:

@@ -1,4 +1,4 @@
-"""What a run does about failures, and about weights that become worse: five sections.
+"""A run's reactions to failures, and to weights that become worse: five sections.
 
 ``checkpoint``, ``guardrail``, ``shutdown``, ``timeouts`` and ``supervision``.
 """

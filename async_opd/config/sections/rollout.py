@@ -41,7 +41,7 @@ class RolloutConfig(Section):
     requests, preemptions, KV cache). In both cases at most a sixteenth (and at least one) more
     than ``engine.max_num_seqs``."""
     placement: Literal["dedicated", "colocated"] = "dedicated"
-    """``dedicated``: on GPUs of their own. ``colocated``: on the trainer's GPUs, alternating with
+    """``dedicated``: on separate GPUs. ``colocated``: on the trainer's GPUs, alternating with
     it: when a batch is scored the engines finish their responses and sleep, the trainer takes its
     steps, its weights and optimizer move to host memory, and the engines wake (docs/cluster.md)."""
     with_: Literal["train"] | None = Field(default=None, alias="with")

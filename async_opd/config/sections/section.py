@@ -53,7 +53,7 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
     processor_kwargs: dict[str, Any] = Field(default={})
-    """Settings of the model's image processor in place of its own, such as ``size``, for
+    """Settings of the model's image processor in place of its defaults, such as ``size``, for
     engines and ranks. See docs/vision.md."""
 
     @field_validator("processor_kwargs")
@@ -73,7 +73,7 @@ class Rendering(Section):
     """Further variables of the chat template, such as ``enable_thinking: false`` or ``tools``. One
     that the template does not read is refused."""
     system_prompt: str | None = Field(default=None, min_length=1)
-    """System message of every prompt, in place of its own if it has one."""
+    """System message of every prompt, in place of the prompt's if it has one."""
     response_prefix: str | None = None
     """Text after the header of the assistant's turn that responses continue, in place of the
     thought that the generation prompt begins (``"<think>\\n"``); empty: none."""

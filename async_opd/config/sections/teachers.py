@@ -87,11 +87,11 @@ class Teacher(Rendering):
     prompt_template: str | None = Field(default=None, min_length=1)
     """The teacher's prompt, if it differs from the student's: a text with fields of the data row in
     braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is used unchanged, so that
-    it may hold chat messages. What it gives is then rendered with a chat template as any prompt.
+    it may hold chat messages. The result is then rendered with a chat template as any prompt.
     Scores still cover the student's response."""
 
     own_template: bool = False
-    """Renders its prompts with the chat template of its own model, where others take the
+    """Renders its prompts with its model's chat template, where others take the
     student's. The response's tokens stay the same, and follow a thought that is as open as in the
     student's prompt (docs/data.md)."""
 
@@ -139,7 +139,7 @@ class EngineTeacher(Teacher):
     """Settings of each engine."""
     health: HealthConfig = HealthConfig()
     placement: Literal["dedicated", "colocated"] = "dedicated"
-    """``dedicated``: on GPUs of its own. ``colocated``: on the GPUs of another pool, alternating
+    """``dedicated``: on separate GPUs. ``colocated``: on the GPUs of another pool, alternating
     with it: the teacher sleeps, wakes when a batch of rollouts waits for teachers or the pool is
     idle, scores all waiting rollouts, and sleeps again."""
     with_: Literal["rollout", "train"] | None = Field(default=None, alias="with")

@@ -38,7 +38,7 @@ else:
 
 MAX_BFLOAT16_BETA = 0.99
 """A bfloat16 has 8 significant bits. With a decay rate above it, an entry whose gradients vanish
-would keep its moment for ever: what decays is less than the rounding."""
+would keep its moment for ever: the decay is less than the rounding."""
 
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -64,11 +64,11 @@ class LoraConfig(Section):
     """s is ``alpha / √rank`` instead (arXiv:2312.03732): high ranks learn as fast as low ones."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Matrices with an adapter: names of layers such as ``q_proj``, or all linear layers but the
-    head. A mixture of experts has adapters in its attention only: its experts are no linear layers,
-    and peft takes the names of its other ones for theirs."""
+    head. A mixture of experts has adapters in its attention only: its experts are not linear
+    layers, and peft takes the names of its other ones for theirs."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What a weight sync sends: all weights, with W + s · B A in place of W (``merged``), or the
-    adapters only, which vLLM's LoRA layers apply (``adapter``): less to send, and slower
+    """The content of a weight sync: all weights, with W + s · B A in place of W (``merged``), or
+    the adapters only, which vLLM's LoRA layers apply (``adapter``): less to send, and slower
     generation."""
 
     @property
@@ -128,7 +128,7 @@ class TrainConfig(Section):
     (``bfloat16``) or about 2 (``8bit``, of matrices whose rows are multiples of 64). The last two
     take the extra ``lowbit`` and a compiler."""
     offload: Literal["none", "moments", "parameters"] = "none"
-    """What a rank on a GPU keeps in host memory: AdamW's moments, which each step copies to the GPU
+    """State of a rank on a GPU in host memory: AdamW's moments, which each step copies to the GPU
     and back (``moments``); or master weights, gradients and moments, so that the step is computed
     on the CPU and the GPU has one block's weights at a time (``parameters``). No effect on a CPU
     that trains."""
@@ -149,7 +149,7 @@ class TrainConfig(Section):
     is the student itself). ``auto``: ``bfloat16`` if the student's own config.json names a 16-bit
     type, else ``float32``. Checkpoints always have the float32 masters."""
     attention: Literal["auto", "varlen", "flash", "flex", "sdpa"] = "auto"
-    """What computes attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
+    """The attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
     torch's ``flex``; or ``sdpa`` with a mask of each whole packed row, which takes memory quadratic
     in it. ``auto`` is the first of varlen, flash and flex that computes all that the student's
     attention needs (docs/objectives.md). A CPU has ``sdpa`` only:
@@ -186,7 +186,7 @@ class TrainConfig(Section):
     """Experts of a mixture's tokens: the trainer's routers choose them, or take those that the
     engine chose while it sampled (``replay``, docs/mixtures.md); the latter on GPUs only."""
     freeze: list[Literal["vision_tower", "projector"]] = Field(default_factory=list)
-    """Parts of a student that sees which are not trained: they have no gradients and moments, and
+    """Parts of a VLM student that are not trained: they have no gradients and moments, and
     neither syncs nor checkpoints have them. Adapters (``lora``) freeze both."""
     lora: LoraConfig | None = None
     """Trains adapters of low rank instead of all weights; needs the extra ``lora`` (peft)."""
@@ -201,7 +201,7 @@ class TrainConfig(Section):
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
-    def _steps_are_said_once(self) -> Self:
+    def _steps_or_epochs(self) -> Self:
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("'steps' or 'epochs', not both")
         return self

@@ -1,7 +1,7 @@
 """Draws a run's state in the width and height of a terminal: pools, queue, curves, messages.
 
-A text that is too long ends with … behind a whole word. What exceeds the height is left out: rows
-of curves and topics first, then pools, whose number is said.
+A text that is too long ends with … behind a whole word. Lines beyond the height are left out: rows
+of curves and topics first, then pools, of which the number is shown.
 """
 
 from __future__ import annotations

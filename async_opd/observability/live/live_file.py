@@ -1,4 +1,4 @@
-"""``live.json``: which process a run has, and what its pools wait for, for who watches the run.
+"""``live.json``: which process a run has, and what its pools wait for, for ``async_opd watch``.
 
 The run replaces the file every 2 s, as a sign of life. It removes the file when it ends, so that a
 file that no process renews is that of a run that was killed.
@@ -58,7 +58,7 @@ class LiveRun:
 
 
 class LiveFile(Sink):
-    """Writes ``live.json`` of a run directory, in a thread of its own."""
+    """Writes ``live.json`` of a run directory, in a separate thread."""
 
     name = "live view"
 

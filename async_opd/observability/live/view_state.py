@@ -1,4 +1,4 @@
-"""What a live view shows: the newest values by pool, topic and data source, and their curves."""
+"""A live view's content: the newest values by pool, topic and data source, and their curves."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ViewState:
         self._started = moment
 
     def forget(self) -> None:
-        """Called before all of a run's rows come once more: what they said is forgotten."""
+        """Called before all of a run's rows come once more: their values are removed."""
         self.rewind()
         self.metrics, self._curves = {}, {}
 
@@ -122,7 +122,7 @@ class ViewState:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the state was made, or since the moment that ``began`` was told."""
+        """Seconds since the state was made, or since the moment that ``began`` got."""
         return self._clock() - self._started
 
     @property
@@ -200,7 +200,7 @@ class ViewState:
         return accuracies(self.metrics, "eval_initial") | accuracies(self.metrics, "eval")
 
     def _curve(self, key: str) -> Curve:
-        """The curve of a metric; one that nobody shows beyond ``MAX_CURVES`` accuracies."""
+        """The curve of a metric; one that is not shown beyond ``MAX_CURVES`` accuracies."""
         if key not in self._curves:
             if len(self._curves) >= MAX_CURVES + len(self._curve_keys):
                 return Curve()

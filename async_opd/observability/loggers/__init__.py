@@ -1,1 +1,1 @@
-"""Loggers through their own libraries (``log.loggers``), and what all are told of a run."""
+"""Loggers through their own libraries (``log.loggers``), and the run's metadata for them."""

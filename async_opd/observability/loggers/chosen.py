@@ -42,7 +42,7 @@ def _sink(name: str, config: RunConfig, run_dir: Path, resumed: bool) -> Threade
 
 
 def _of_user(name: str, config: RunConfig, run_dir: Path) -> Recorder:
-    """What a user's function makes of the config, as plain data, and the run directory."""
+    """The result of a user's function of the config, as plain data, and the run directory."""
     made: Recorder = user_object(name, GROUP)(
         config.model_dump(mode="json", by_alias=True), run_dir
     )

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, the commit of the working directory, names of devices."""
+"""The environment of a run: versions, the commit of the working directory, names of devices."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def environment() -> dict[str, object]:
             versions[package] = version(package)
     return {
         "versions": versions,
-        "git_commit": _told("git", "rev-parse", "HEAD"),
+        "git_commit": _output_of("git", "rev-parse", "HEAD"),
         "devices": _gpus() or [cpu_name()],
         "host": platform.node(),
     }
 
 
 def _gpus() -> list[str]:
-    names = _told("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    names = _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return [name.strip() for name in names.splitlines() if name.strip()]
 
 
 def cpu_name() -> str:
-    """The processor's name; that of its architecture if the system does not tell."""
+    """The processor's name; that of its architecture if the system does not report it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -43,7 +43,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _told(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """The output of a command; '' if it is not there, fails, or takes longer than ``ASK_S``."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)

@@ -1,4 +1,4 @@
-"""A sink whose library is called by a thread of its own: it may be slow, fail, or hang.
+"""A sink whose library is called by a separate thread: it may be slow, fail, or hang.
 
 log ──row──► at most MAX_ROWS waiting ──thread──► Recorder (the library)
  ▲                                                    │
@@ -46,7 +46,7 @@ class ThreadedSink(Sink):
     ) -> None:
         """``close_s`` bounds ``close``. ``known``: the rows that the library has of this run.
 
-        ``noted`` is told with each row which ones it has then.
+        ``noted`` gets, with each row, the rows that the library then has.
         """
         self._name = name
         self._opened = opened

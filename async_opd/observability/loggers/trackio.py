@@ -13,7 +13,7 @@ from async_opd.observability.sinks import Summary
 class Trackio:
     """One Trackio run of the project ``log.project``; a resumed run adds to it.
 
-    Trackio knows runs by their names: those of several run directories end with ids of their own.
+    Trackio knows runs by their names: those of several run directories end with different ids.
     """
 
     def __init__(self, config: RunConfig, run_id: str) -> None:

@@ -20,7 +20,7 @@ from async_opd.tools.doctor.finding import Finding
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
     from async_opd.tools.doctor.examination import Examination
-    from async_opd.tools.doctor.prompts import ShownPrompt
+    from async_opd.tools.doctor.prompts import RenderedPrompt
 
 ABOUT = """\
 Examines what a run of a config would meet on this machine: versions, devices, vocabularies, chat
@@ -109,7 +109,7 @@ def _document(found: Examination, redacted: Callable[[str], str]) -> str:
     return json.dumps(document, indent=2, allow_nan=False)
 
 
-def _lines(findings: Sequence[Finding], prompts: Sequence[ShownPrompt]) -> str:
+def _lines(findings: Sequence[Finding], prompts: Sequence[RenderedPrompt]) -> str:
     """The findings, and the prompts below them; every line ends."""
     lines = [indented(one.line) for one in findings]
     for one in prompts:

@@ -33,7 +33,7 @@ from async_opd.data.answers import supervised
 from async_opd.data.prompts import to_prompt
 from async_opd.files.safe_open import private_files
 from async_opd.models.engine_args import Device
-from async_opd.models.model_files import ModelFiles, is_hub_id, sees
+from async_opd.models.model_files import ModelFiles, is_hub_id, is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import prepare
 from async_opd.tools.doctor.agreement import Agreement
@@ -107,7 +107,7 @@ async def examine_engines(
 
 
 def _measuring(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with every sync proven, and teachers on their own that score sampled tokens."""
+    """The config with every sync proven, and teachers alone that score sampled tokens."""
     sync = config.sync.model_copy(update={"verify_every": 1, "on_wrong_weights": "stop"})
     teachers = {
         name: teacher.model_copy(update={"refresh_every": 0})
@@ -215,7 +215,9 @@ async def _scored_by_itself(
     count = len(measured.responses)
     answered = Agreement.of([one.rollout_logprobs for one in measured.responses], scores[:count])
     what = "its responses, rollout engine against scoring engine"
-    lines = [_floor(what, answered, bound, IMAGE_MASS if sees(config.student.model) else "")]
+    lines = [
+        _floor(what, answered, bound, IMAGE_MASS if is_vision_model(config.student.model) else "")
+    ]
     if reference is not None:
         for kind, indices in by_kind(reference.rows).items():
             pairs = [(reference.logprobs[at], scores[count + at]) for at in indices]
@@ -261,8 +263,8 @@ async def _of_teacher(
     pairs = [Agreement.of(one, other) for one, other in combinations(scores, 2)]
     if pairs:
         worst = max(pairs, key=lambda one: one.mean)
-        who = f"the two of its {len(scores)} replicas that are farthest apart"
-        lines = [_apart(name, who, worst, signal, bound)]
+        pair = f"the two of its {len(scores)} replicas that are farthest apart"
+        lines = [_apart(name, pair, worst, signal, bound)]
     else:
         message = f"teachers.{name}: one replica; from the student it is {signal:.2g} nats"
         lines = [Finding(TOPIC, "ok", message)]
@@ -272,12 +274,12 @@ async def _of_teacher(
     return lines
 
 
-def _apart(name: str, who: str, found: Agreement, signal: float, bound: float) -> Finding:
+def _apart(name: str, pair: str, found: Agreement, signal: float, bound: float) -> Finding:
     """``signal``: mean absolute difference in nats between teacher and student."""
-    message = f"teachers.{name}: {who}: {found}; from the student it is {signal:.2g} nats"
+    message = f"teachers.{name}: {pair}: {found}; from the student it is {signal:.2g} nats"
     if not found.tokens:
         remedy = "see why responses are empty: doctor's prompts"
-        return Finding(TOPIC, "warning", f"teachers.{name}: {who}: no token to compare", remedy)
+        return Finding(TOPIC, "warning", f"teachers.{name}: {pair}: no token to compare", remedy)
     if found.mean <= bound:
         return Finding(TOPIC, "ok", message)
     remedy = "give all of them the same weights, dtype, quantization and version of the server"
@@ -318,9 +320,9 @@ def _logprobs(sample: Any) -> Float32:
 
 
 def _failed(what: str, error: Exception) -> Finding:
-    said = f"{error.stage}: {error.cause}" if isinstance(error, StageError) else str(error)
+    cause = f"{error.stage}: {error.cause}" if isinstance(error, StageError) else str(error)
     remedy = error.remedy if isinstance(error, StageError) else ""
-    message = f"{what} could not be measured: {said}"
+    message = f"{what} could not be measured: {cause}"
     return Finding(TOPIC, "error", message, remedy or "see what was printed while it started")
 
 
@@ -340,7 +342,7 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     prompts: list[Prompt] = []
     bounds: dict[str, Any] = {"limit": limit, "sized": text.image_tokens}
     for row in rows:
-        with suppress(RolloutFault):  # the doctor's findings of lengths and templates tell of it
+        with suppress(RolloutFault):  # the doctor's findings of lengths and templates report it
             prompts.append(to_prompt(row, text.encode, config.teacher_of, **bounds))
     place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:

@@ -26,7 +26,7 @@ from async_opd.prepare import Prepared, check_inputs
 from async_opd.tools.doctor.environment import environment
 from async_opd.tools.doctor.finding import Finding
 from async_opd.tools.doctor.machine import devices, disk, memory, network, wandb_login
-from async_opd.tools.doctor.prompts import ShownPrompt, lengths, sampled, shown
+from async_opd.tools.doctor.prompts import RenderedPrompt, lengths, rendered, sampled
 from async_opd.tools.doctor.templates import templates
 from async_opd.tools.doctor.vocabularies import vocabularies
 
@@ -50,10 +50,10 @@ TOPIC_OF_KEY = {
 
 @dataclass
 class Examination:
-    """What was found, and the sampled prompts as the models read them."""
+    """The findings, and the sampled prompts as the models read them."""
 
     findings: list[Finding] = field(default_factory=list)
-    prompts: list[ShownPrompt] = field(default_factory=list)
+    prompts: list[RenderedPrompt] = field(default_factory=list)
 
     @property
     def works(self) -> bool:
@@ -145,7 +145,7 @@ def _read(config: RunConfig, inputs: Inputs, count: int, found: Examination) -> 
     found.add("templates", lambda: templates(config, files, text, each))
 
     def show() -> Iterator[Finding]:
-        found.prompts += shown(config, text, rows)
+        found.prompts += rendered(config, text, rows)
         yield Finding("prompts", "ok", f"{len(rows)} of the training prompts are shown below")
 
     found.add("prompts", show)

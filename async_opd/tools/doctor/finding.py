@@ -1,4 +1,4 @@
-"""What the doctor found: one line of its answer."""
+"""A finding of the doctor: one line of its answer."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """The finding as text, with the remedy on a line of its own."""
+        """The finding as text, with the remedy on a separate line."""
         text = f"{self.status:<8}{self.topic:<13}{self.found}"
         return text + (f"\n    → {self.remedy}" if self.remedy else "")

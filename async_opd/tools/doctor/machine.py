@@ -44,7 +44,7 @@ def devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
 
 
 def memory(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
-    """A line for each pool; what does not fit is a problem that preflight has found."""
+    """A line for each pool; preflight has reported the pools that do not fit."""
     machine = this_machine(config, device, gpus)
     whose = "each GPU" if device == "cuda" else "this host"
     if machine.total is None:
@@ -126,14 +126,14 @@ def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
     run_dir = Path(config.run_dir or "runs").absolute()
     there = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        message = f"{run_dir} cannot be written: {there} is no folder that you may write to"
+        message = f"{run_dir} cannot be written: {there} is not a folder that you may write to"
         yield Finding("disk", "error", message, "choose another run_dir")
         return
     free = shutil.disk_usage(there).free if free is None else free
     try:
         needed, terms = _needed(config)
     except (ModelError, OSError) as error:
-        message = f"{run_dir} has {in_gib(free)}; what the run needs is not known: {error}"
+        message = f"{run_dir} has {in_gib(free)}; the run's need is not known: {error}"
         yield Finding("disk", "warning", message, MAKE_ROOM)
         return
     found = f"{run_dir} has {in_gib(free)}, the run keeps at most {in_gib(needed)} ({terms})"
@@ -184,7 +184,7 @@ LOGIN = "wandb login, or export WANDB_API_KEY; wandb sync sends an offline run l
 
 
 def wandb_login(config: RunConfig, mode: Callable[[], str] | None = None) -> Iterator[Finding]:
-    """A line for ``log.wandb``. ``mode``: what wandb's own settings say; it asks no server."""
+    """A line for ``log.wandb``. ``mode``: of wandb's own settings; it asks no server."""
     wanted = config.log.wandb
     if wanted in ("off", "offline"):
         yield Finding("wandb", "ok", f"log.wandb is {wanted}")

@@ -12,7 +12,7 @@ import numpy as np
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
 from async_opd.core.row import Row
-from async_opd.data.teacher_prompts import seen_prompts
+from async_opd.data.teacher_prompts import prompts_as_read
 from async_opd.models.tokenizer import Text
 from async_opd.pictures.shown_text import ShownText
 from async_opd.tools.doctor.finding import Finding
@@ -23,7 +23,7 @@ MEASURED = 2000
 
 
 @dataclass(frozen=True)
-class ShownPrompt:
+class RenderedPrompt:
     """A prompt as a model reads it; ``text`` is that of its tokens joined, special ones too.
 
     An image is ``<image 640x480>`` there.
@@ -46,17 +46,18 @@ def sampled(config: RunConfig, sources: Sequence[Sequence[Row]], count: int) -> 
     return [row for row in turns if row is not None][:count]
 
 
-def shown(config: RunConfig, text: Text, rows: Sequence[Row]) -> list[ShownPrompt]:
+def rendered(config: RunConfig, text: Text, rows: Sequence[Row]) -> list[RenderedPrompt]:
     """The rows' prompts as the student and their teachers read them; equal ones once."""
-    found: dict[ShownPrompt, None] = {}
+    found: dict[RenderedPrompt, None] = {}
     shows = ShownText.of(text, config.student.model)
     for row in rows:
-        seen = seen_prompts(config, text, row)
+        seen = prompts_as_read(config, text, row)
         equal = len(seen) > 1 and seen[0].ids == seen[1].ids
         for one in seen[:1] if equal else seen:
             reader = " and ".join(other.reader for other in seen) if equal else one.reader
             joined = shows.pieces(one.ids, one.pieces, row.images)
-            found[ShownPrompt(str(row.uid), row.data_source, reader, len(one.ids), joined)] = None
+            prompt = RenderedPrompt(str(row.uid), row.data_source, reader, len(one.ids), joined)
+            found[prompt] = None
     return list(found)
 
 
@@ -76,7 +77,7 @@ def lengths(config: RunConfig, text: Text, inputs: Inputs) -> Iterator[Finding]:
 def _tokens(config: RunConfig, text: Text, rows: list[Row]) -> list[int]:
     """Of each of at most MEASURED rows, the tokens of the longest prompt that a model reads."""
     some = random.Random(config.seed).sample(rows, min(MEASURED, len(rows)))
-    return [max(len(one.ids) for one in seen_prompts(config, text, row)) for row in some]
+    return [max(len(one.ids) for one in prompts_as_read(config, text, row)) for row in some]
 
 
 def _lengths(part: str, tokens: list[int], limit: int | None, rows: int) -> Finding:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.row import Row
-from async_opd.data.teacher_prompts import Difference, first_difference, seen_prompts
+from async_opd.data.teacher_prompts import Difference, first_difference, prompts_as_read
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.tokenizer import Text
 from async_opd.tools.doctor.finding import Finding
@@ -38,10 +38,10 @@ def templates(
 
 def _as_configured(config: RunConfig, name: str, text: Text, row: Row) -> Finding:
     """Whether the teacher reads the student's prompt, as its section says."""
-    found = first_difference(*seen_prompts(config, text, row))
+    found = first_difference(*prompts_as_read(config, text, row))
     if found is None:
         return Finding(TOPIC, "ok", f"teachers.{name}: reads the student's prompts")
-    message = f"teachers.{name}: reads another prompt, as its section says: {_said(found)}"
+    message = f"teachers.{name}: reads another prompt, as its section says: {_difference(found)}"
     if found.end:
         return Finding(TOPIC, "ok", message)
     remedy = f"the response follows other tokens: see teachers.{name}.response_prefix"
@@ -69,18 +69,20 @@ def _as_trained(config: RunConfig, name: str, text: Text, row: Row) -> Finding:
         "other prompts it may teach worse than it can"
     )
     try:
-        own = seen_prompts(asked, text, row)[1]
+        own = prompts_as_read(asked, text, row)[1]
     except ValueError as error:
         message = f"teachers.{name}: the template beside its weights refuses the prompt: {error}"
         return Finding(TOPIC, "warning", message, remedy)
-    found = first_difference(seen_prompts(config, text, row)[1], own)
+    found = first_difference(prompts_as_read(config, text, row)[1], own)
     if found is None:
         return Finding(TOPIC, "ok", f"teachers.{name}: its own template gives the same tokens")
-    message = f"teachers.{name}: its own template gives other tokens: {_said(found, 'the run has')}"
+    message = (
+        f"teachers.{name}: its own template gives other tokens: {_difference(found, 'the run has')}"
+    )
     return Finding(TOPIC, "warning", message, remedy)
 
 
-def _said(found: Difference, first: str = "the student has") -> str:
+def _difference(found: Difference, first: str = "the student has") -> str:
     """The first difference in words."""
     one, other = ("no more token" if p is None else repr(p) for p in (found.student, found.teacher))
     return f"from token {found.at + 1} on {first} {one}, it has {other}; equal end: {found.end}"

@@ -27,7 +27,7 @@ directory; the file names them relative to itself.
 QUICKSTART = """\
 Distils two small teachers into one student on two CPU cores, in about four minutes: the real
 pipeline, on models and data that come with async_opd. DIR then has quickstart.yaml and its inputs,
-to read and to change: what is there already is kept.
+to read and to change: existing files are kept.
 
   async_opd quickstart
   async_opd quickstart first --set train.steps=50

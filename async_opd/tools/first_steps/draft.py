@@ -22,7 +22,7 @@ Ask = Callable[[str, str], str]
 
 @dataclass
 class Draft:
-    """What the user gave; texts as on the command line, ``[name=]path`` and the like."""
+    """The user's arguments; texts as on the command line, ``[name=]path`` and the like."""
 
     student: str | None = None
     teachers: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ def _source(text: str) -> _Source:
 def _served(teacher: str, sources: list[_Source]) -> dict[str, list[str]]:
     """The key ``sources`` of a teacher, if sources of prompts name it.
 
-    Rows that bring a name of their own, and sources of the teacher's name, remain the teacher's.
+    Rows that have a name, and sources of the teacher's name, remain the teacher's.
     """
     named = {source.name for source in sources if source.teacher == teacher}
     own = {teacher for one in sources if one.teacher is None and one.name in ("", teacher)}

@@ -49,7 +49,7 @@ def together(draft: Draft) -> None:
     if thinking is not None:
         draft.ours["student.chat_template_kwargs"] = {"enable_thinking": bool(thinking)}
     if draft.take("data.solution_key"):
-        draft.fill_in.append("teachers.teacher.prompt_template, if the teacher sees the solution")
+        draft.fill_in.append("teachers.teacher.prompt_template, if the teacher reads the solution")
 
 
 def _loss(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""What the tables of several frameworks share."""
+"""Entries that the tables of several frameworks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACEHOLDER = "data/train.jsonl"
 """The file that is named where the framework names no data that can be read here."""
 
 FROZEN = ["vision_tower", "projector"]
-"""What others call the vision tower: of Qwen's models their projector is a part of it."""
+"""Other frameworks' vision tower: of Qwen's models their projector is a part of it."""
 
 
 def importable(key: str, value: Any) -> Any:
@@ -68,7 +68,7 @@ def joined_files(draft: Draft) -> None:
 
 
 def log_to(draft: Draft, destinations: Any) -> None:
-    """Loggers by their names there; what is not known is left out."""
+    """Loggers by their names there; unknown ones are left out."""
     names = paths(destinations) if destinations else []
     known = [name for name in ("tensorboard", "mlflow", "trackio") if name in names]
     if "all" not in names and "wandb" not in names:
@@ -84,7 +84,7 @@ def template_variables(draft: Draft, key: str) -> None:
     try:
         values |= json.loads(given) if isinstance(given, str) else given or {}
     except (ValueError, TypeError):
-        draft.unmapped[key] = f"{given!r} is no JSON object"
+        draft.unmapped[key] = f"{given!r} is not a JSON object"
     if values:
         draft.ours["student.chat_template_kwargs"] = values
 

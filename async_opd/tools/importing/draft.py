@@ -1,7 +1,7 @@
 """A config in the making: their keys are read, ours are set, and what is lost is noted.
 
-A key counts as read when its table entry or the framework's function has used it. What nobody has
-used is unmapped, and is named in the result.
+A key counts as read when its table entry or the framework's function has used it. An unused key
+is unmapped, and is named in the result.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Draft:
         if math.isfinite(number):
             return number
         named = next(key for key in keys if self.theirs.get(key) is found)
-        self.unmapped[named] = f"{found!r} is no number"
+        self.unmapped[named] = f"{found!r} is not a number"
         return None
 
     def number(self, *keys: str, default: float = 0) -> float:

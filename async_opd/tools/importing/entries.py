@@ -1,4 +1,4 @@
-"""What a table says about a key of another framework.
+"""A table's entry for a key of another framework.
 
 To           the key has a counterpart here
 Together     several keys together give keys here; the framework's function reads them
@@ -17,7 +17,7 @@ class Unmapped(ValueError):
 
 
 ABSENT = object()
-"""What a ``To.value`` returns for a value that means the default here: nothing is written."""
+"""The result of a ``To.value`` for a value that means the default here: nothing is written."""
 UNSTATED = object()
 """The ``default`` of a key that the framework requires, or whose default depends on others."""
 

@@ -78,7 +78,7 @@ def parse(path: Path) -> Parsed:
     try:
         parsed = _parse(path)
     except UnicodeDecodeError as error:
-        remedy = "give a .sh, .py, .toml or .yaml file: this one is no text"
+        remedy = "give a .sh, .py, .toml or .yaml file: this one is not text"
         raise _refused(path, f"is not UTF-8: {error}", remedy) from error
     except OSError as error:
         raise _refused(path, f"cannot be read: {error}", "check the path") from error

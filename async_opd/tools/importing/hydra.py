@@ -38,7 +38,7 @@ def overrides(words: Iterable[str], budget: Budget) -> dict[str, Any]:
 def flags(words: list[str], budget: Budget) -> dict[str, Any]:
     """``--name value …``, ``--name=value`` and ``--name`` alone, which is true.
 
-    Several values are a list. What the shell reads (``2>&1``, ``|``) ends the flags. SyntaxError
+    Several values are a list. Shell operators (``2>&1``, ``|``) end the flags. SyntaxError
     if they are more than the budget.
     """
     found: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def flags(words: list[str], budget: Budget) -> dict[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    """A number, a switch, a list or a text, as YAML reads it; a text if it is no YAML."""
+    """A number, a switch, a list or a text, as YAML reads it; a text if it is not YAML."""
     try:
         return load_yaml(text)
     except YamlError:

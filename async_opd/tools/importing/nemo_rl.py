@@ -107,7 +107,7 @@ def _pools(draft: Draft) -> None:
     size = "tensor_model_parallel_size" if megatron else "tensor_parallel_size"
     own_ranks = draft.take(*(f"teacher.{name}.{size}" for name in names))
     draft.put("teachers.teacher.tensor_parallel", own_ranks)
-    draft.differs.append("the teacher shares the student's GPUs there; here it has GPUs of its own")
+    draft.differs.append("the teacher shares the student's GPUs there; here it has dedicated GPUs")
 
 
 def _optimizer(draft: Draft, sync: int) -> None:
@@ -123,7 +123,9 @@ def _optimizer(draft: Draft, sync: int) -> None:
         warmup = draft.whole(f"{box}.scheduler.lr_warmup_iters")
         style = draft.take(f"{box}.scheduler.lr_decay_style", default="constant")
         if style != "constant":
-            draft.differs.append(f"policy.scheduler: {style} is no schedule here; constant is used")
+            draft.differs.append(
+                f"policy.scheduler: {style} is not a schedule here; constant is used"
+            )
         for name in ("lr", "weight_decay"):
             if draft.has(f"{box}.optimizer.{name}"):
                 draft.ours[f"train.{name}"] = draft.number(f"{box}.optimizer.{name}")
@@ -145,7 +147,9 @@ def _scheduled(draft: Draft) -> int:
         if kind.endswith("LinearLR"):
             warmup = total
         elif kind and not kind.endswith("ConstantLR"):
-            draft.differs.append(f"policy.scheduler: {kind} is no schedule here; constant is used")
+            draft.differs.append(
+                f"policy.scheduler: {kind} is not a schedule here; constant is used"
+            )
         elif not kind and milestones is None:
             draft.take(f"policy.scheduler.{name}")
     return warmup

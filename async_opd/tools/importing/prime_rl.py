@@ -90,7 +90,7 @@ def _teacher(draft: Draft, kind: str, prefix: str) -> None:
         demonstration = draft.take(f"{prefix}.demo_key", default="answer")
         draft.ours[f"{ours}.prompt_template"] = f"{{prompt}}\n\n{{{demonstration}}}"
         draft.ours[f"{ours}.refresh_every"] = 1
-        draft.differs.append("opsd words the demonstration in its own way: see prompt_template")
+        draft.differs.append("opsd words the demonstration differently: see prompt_template")
         return
     named = draft.take(f"{prefix}.model") if prefix else None
     places = [f"{prefix}.teacher", "orchestrator.teacher", "orchestrator.teacher_model"]

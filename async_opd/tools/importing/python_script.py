@@ -1,4 +1,4 @@
-"""What a Python script passes to TRL's config and trainer: parsed, never executed."""
+"""A Python script's arguments of TRL's config and trainer: parsed, never executed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DATASET = ("dataset_name", "dataset_config")
 def read_python(text: str, budget: Budget) -> dict[str, Any]:
     """TRL's keys by name, with ``config_class``.
 
-    SyntaxError for what is no Python, and for values that are more than the budget.
+    SyntaxError for text that is not Python, and for values that are more than the budget.
 
     A value that is neither a literal nor a name assigned one, once, is an Expression, and so is
     one that two calls give differently.
@@ -70,7 +70,7 @@ class _Names:
 
 
 def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """The values of names that are assigned once, and are no argument of a function."""
+    """The values of names that are assigned once, and are not an argument of a function."""
     bound = Counter(
         node.arg if isinstance(node, ast.arg) else node.id
         for node in ast.walk(tree)

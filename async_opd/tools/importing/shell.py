@@ -1,7 +1,7 @@
 """Commands of a shell script, with its variables in place: parsed, never executed.
 
 Read are assignments, arrays, ``${NAME:-default}``, ``$((…))`` and commands at the top level.
-What stands inside of ``if``, loops, functions and ``$(…)`` is not read, and is reported.
+Text inside of ``if``, loops, functions and ``$(…)`` is not read, and is reported.
 """
 
 from __future__ import annotations

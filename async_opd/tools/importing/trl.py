@@ -197,7 +197,9 @@ def _optimizer(draft: Draft, own: dict[str, Any]) -> None:
     if not name.startswith("constant"):
         draft.ours["train.min_lr_ratio"] = lowest
     if name not in ("cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"):
-        draft.differs.append(f"lr_scheduler_type: {name} is no schedule here; cosine to 0 is used")
+        draft.differs.append(
+            f"lr_scheduler_type: {name} is not a schedule here; cosine to 0 is used"
+        )
     ratio, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
     total = draft.ours.get("train.steps")
     if ratio and not total:

@@ -88,7 +88,7 @@ def _sizes(draft: Draft) -> int:
         draft.put("async.on_sync", "finish")
     if require > 1:
         draft.differs.append(
-            "async_training.require_batches: each mini-batch is an optimizer step of its own here"
+            "async_training.require_batches: each mini-batch is a separate optimizer step here"
         )
     tokens = draft.whole(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384)
     parallel = draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", default=1)
@@ -258,7 +258,7 @@ def _images(draft: Draft) -> None:
     if given:
         draft.put("student.processor_kwargs", importable("student.processor_kwargs", given))
         draft.differs.append(
-            f"{key}: a teacher that sees has processor_kwargs of its own, which are not written"
+            f"{key}: a VLM teacher has separate processor_kwargs, which are not written"
         )
     if draft.take(f"{ACTOR}.freeze_vision_tower", default=False) is True:
         draft.put("train.freeze", importable("train.freeze", FROZEN))

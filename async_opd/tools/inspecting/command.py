@@ -77,7 +77,7 @@ def _inspect_in(folder: Place, given: argparse.Namespace) -> int:
 def _show_sample(run: RecordedRun, view: View, uid: str) -> None:
     """A sample in full; ConfigError with the nearest uids if it has no record."""
     from async_opd.microscope.folder import records
-    from async_opd.tools.report.fates import admitted_uids, fates
+    from async_opd.tools.report.sample_status import admitted_uids, sample_status
 
     uids = set[str]()
     found = []
@@ -86,10 +86,10 @@ def _show_sample(run: RecordedRun, view: View, uid: str) -> None:
         if record.uid == uid:
             found.append(record)
     if not found:
-        fate, admitted = fates(run, [uid])[uid], admitted_uids(run)
+        status, admitted = sample_status(run, [uid])[uid], admitted_uids(run)
         near = get_close_matches(uid, sorted(uids), n=3, cutoff=0.0)
         message = f"found {uid}, which has no record of its tokens"
-        message += f"; its fate: {fate}" if uid in admitted else " and was never admitted"
+        message += f"; its status: {status}" if uid in admitted else " and was never admitted"
         remedy = f"recorded samples near it: {', '.join(near)}"
         raise ConfigError([Problem(str(run.folder), "UID", message, remedy)])
     for record in found:

@@ -22,8 +22,8 @@ from async_opd.microscope.folder import records
 from async_opd.microscope.record import SampleRecord
 from async_opd.observability.terminal import terminal_on
 from async_opd.pictures.folder import MEDIA, thumbnail_file, titled
-from async_opd.tools.report.fates import fates
 from async_opd.tools.report.recorded_run import RecordedRun
+from async_opd.tools.report.sample_status import sample_status
 from async_opd.tools.report.worst import By, alternatives, by_teacher, levels, ranked, worst_token
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class View:
         return (*own, *means, *worst, " ".join(one.clamps(row)))
 
     def sample(self, one: SampleRecord) -> None:
-        """All that is known of a sample: its fate, its text in colours, a table of tokens."""
+        """All that is known of a sample: its status, its text in colours, a table of tokens."""
         versions = sorted({int(version) for version in one["version"]})
         spans = f"sampled by versions {versions[0]} to {versions[-1]}" if versions else "no tokens"
         facts = {
@@ -115,17 +115,17 @@ class View:
             "advantage": one.advantage,
             "reward weight": one.reward_weight or None,
         }
-        said = ", ".join(
+        measured = ", ".join(
             f"{name} {value:.6g}" for name, value in facts.items() if value is not None
         )
         self.lines(
             [
                 "",
                 f"sample   {one.uid}  ({one.data_source}, teacher {one.teacher})",
-                f"fate     {fates(self.run, [one.uid])[one.uid]}",
+                f"status   {sample_status(self.run, [one.uid])[one.uid]}",
                 f"step     {one.step}, trained by version {one.version}; {spans}: "
                 f"stale by {one.staleness}",
-                f"tokens   {one.response_tokens}, finished by {one.finish_reason}; {said}",
+                f"tokens   {one.response_tokens}, finished by {one.finish_reason}; {measured}",
                 f"teacher  {_template(self.run.config, one.teacher)}",
                 *([f"skipped  {one.skipped}"] if one.skipped else []),
                 *(f"image    {self._image(image)}" for image in one.images),
@@ -192,7 +192,7 @@ def _number(value: float) -> str:
 
 
 def _template(config: RunConfig, name: str) -> str:
-    """What a teacher reads beside the student's tokens."""
+    """A teacher's tokens beside the student's."""
     teacher: TeacherConfig | None = config.teachers.get(name)
     if teacher is None:
         return "not in config.yaml"

@@ -25,7 +25,7 @@ class PoolUse:
 
     @property
     def waits_for(self) -> str:
-        """What the pool waits for most; '' if that is less than 1 % of the time."""
+        """The pool's longest wait; '' if that is less than 1 % of the time."""
         reason = next(iter(self.waits), "")
         return reason if reason and self.waits[reason] >= 0.01 else ""
 

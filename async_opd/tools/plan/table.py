@@ -86,5 +86,5 @@ def _advice(setting: Setting, advice: Advice) -> RenderableType:
         f"(configured: {setting.staleness_threshold:g})",
         f"assumed     r trainer ranks have 1 + {scaling:g}·(r - 1) times the tokens/s of one "
         "(plan.train.scaling);",
-        "            every replica has a device of its own and keeps the speed given or measured",
+        "            every replica has a separate device and keeps the speed given or measured",
     )

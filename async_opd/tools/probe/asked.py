@@ -113,7 +113,7 @@ def _fits(
 
 
 def _other_readers(config: RunConfig, text: Text) -> dict[str, Reader]:
-    """For teachers with a template of their own that the run does not use: how it reads rows."""
+    """For teachers with a separate template that the run does not use: how it reads rows."""
     named = ((one.key, ModelFiles.read(one.model, weights=False)) for one in named_models(config))
     files = {f"{key}.model": read for key, read in named if read is not None}
     found: dict[str, Reader] = {}
@@ -139,7 +139,7 @@ def _rendered(
         ids = [np.array(reader(row), np.int32) for row in rows]
     except Exception:  # a chat template can raise anything
         return None
-    seen = (prompt.seen_by_teacher.token_ids for prompt in prompts)
+    seen = (prompt.for_teacher.token_ids for prompt in prompts)
     if all(np.array_equal(one, other) for one, other in zip(seen, ids, strict=True)):
         return None
     return [replace(prompt, teacher_ids=own) for prompt, own in zip(prompts, ids, strict=True)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from async_opd.checks.images.shown import shown_to_servers
+from async_opd.checks.images.endpoint_probes import endpoint_probes
 from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
@@ -71,7 +71,7 @@ async def measure(
     eos_ids: tuple[int, ...],
     notify: Notify,
 ) -> list[Measured]:
-    """What was measured of each source, in order. StageError."""
+    """The figures of each source, in order. StageError."""
     notify("starting the student")
     answers = await _of_student(config, sources, device, eos_ids, notify)
     alone = _with_top_k(config)
@@ -167,7 +167,7 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
     for note in inputs.notes:
         notify(note)
     problems = inputs.problems or check_endpoints(
-        _with_top_k(config), where, shown_to_servers(config, inputs)
+        _with_top_k(config), where, endpoint_probes(config, inputs)
     )
     if problems:
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""What a student's and a teacher's answers and scores say about a pair, as numbers.
+"""The figures of a student and a teacher, by their answers and scores.
 
 grades of both ──► accuracies, headroom          responses scored by both ──► gaps, overlap, reach
 grades and scores under the teacher's own template ──► what the run's template costs
@@ -74,7 +74,7 @@ class Measured:
 
     Grades are of each prompt's evaluated answer, in the same order, NaN where there is none;
     ``other_grades`` those of the teacher with its own template. ``own``: the teacher's
-    log-probabilities of its own answers.
+    log-probabilities of its answers.
     """
 
     source: str
@@ -111,7 +111,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Template:
-    """What the teacher's own template adds over the prompts of the run, for each prompt or token.
+    """The gain of the teacher's own template over the prompts of the run, for each prompt or token.
 
     ``accuracy``: of the teacher's answers. ``logprob``: nats of each token of the student's
     responses, of the right ones where there are grades.
@@ -123,12 +123,12 @@ class Template:
 
 @dataclass(frozen=True)
 class PairFigures:
-    """The figures of one source and its teacher; means are over response tokens unless said.
+    """The figures of one source and its teacher; means are over response tokens unless noted.
 
     ``headroom``: the teacher's accuracy minus the student's, with the standard error of paired
     prompts. ``bias``: log q - log p per token of the student's right responses, a mean over them;
     accuracy does not explain it. ``own_start``, ``own_later``: the teacher's log-probability of the
-    first and the other tokens of its own answers. ``floor``: the student scored by itself against
+    first and the other tokens of its answers. ``floor``: the student scored by itself against
     what it was sampled with. ``top_k``: the least power of two that has 99 % of the
     teacher's scored mass at 99 % of the positions.
     """

@@ -3,7 +3,7 @@
     prompts ──student──► evaluated answers ──grade──► accuracy
        │       └──────► sampled responses ──student's and teacher's scores──► Response
        └─────teacher───► its answers ──grade──► accuracy ──its own scores──► how sure it is
-             └ the same, after the prompts of its own template
+             └ the same, after the prompts of its template
 
 Models are asked behind two Protocols, so that ``engines`` can start them one after the other.
 """
@@ -54,7 +54,7 @@ class Model(Answerer, Scorer, Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of every model: prompts, and how their answers are sampled and graded.
+    """The requests to every model: prompts, and how their answers are sampled and graded.
 
     ``evaluated`` is the sampling of evaluations, ``sampled`` that of the student's responses.
     ``other``: the prompts with ``teacher_ids`` of the teacher's own template, if the run gives it
@@ -100,7 +100,7 @@ async def ask_teacher(
 ) -> Measured:
     """Measures a pair. ``own_scores``: the student's of its rollouts; ``names``: source, teacher.
 
-    ValueError for scores that are no top-k.
+    ValueError for scores that are not top-k.
     """
     grades, own = await _answered(teacher, _read(asked.prompts), asked)
     found = await scored(teacher, answers.rollouts)
@@ -125,7 +125,7 @@ async def ask_teacher(
 
 def _read(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts with the tokens that the teacher reads."""
-    return [prompt.seen_by_teacher for prompt in prompts]
+    return [prompt.for_teacher for prompt in prompts]
 
 
 async def _answered(
@@ -154,7 +154,7 @@ async def _graded(rollouts: Sequence[Rollout], grade: GradeRollout | None) -> Fl
 
 def _topk(sample: Sample) -> TopK:
     if not isinstance(sample.scores, TopK):
-        raise ValueError(f"{sample.rollout.uid}: {type(sample.scores).__name__} is no top-k")
+        raise ValueError(f"{sample.rollout.uid}: {type(sample.scores).__name__} is not top-k")
     return sample.scores
 
 

@@ -1,4 +1,4 @@
-"""What the figures of a pair mean: a verdict in words, a suggestion, and one score.
+"""The verdict on the figures of a pair: in words, a suggestion, and one score.
 
     template wrong?  ──► the teacher does not read the prompts that it was trained with
     headroom         ──► worse, equal, or better: does the student reach it?
@@ -29,7 +29,7 @@ STARTS, SELDOM_STARTS, FRONT = 0.5, 0.05, 1.0
 the first position exceeds that of later ones."""
 LEAST_REACH = 0.5
 COVERED, BROADER = 0.95, 2.0
-"""Reach at which reverse KL sees nearly all of the teacher's mass, and the ratio of forward to
+"""Reach at which reverse KL covers nearly all of the teacher's mass, and the ratio of forward to
 reverse KL of a teacher that is broader than the student."""
 
 
@@ -90,21 +90,21 @@ def _judge(one: PairFigures) -> tuple[Kind, str]:
         return "wrong_template", f"template looks wrong: {wrong}"
     if one.headroom is None:
         return _without_grades(one)
-    said = f"{one.headroom.mean:+.1%} ± {one.headroom.stderr:.1%}"
+    headroom = f"{one.headroom.mean:+.1%} ± {one.headroom.stderr:.1%}"
     if one.headroom.exceeds(LEAST_ACCURACY, SURE):
         if one.reach < LEAST_REACH:
-            words = f"nothing to reach: the teacher is better ({said}), but the student gives only"
-            return "nothing_to_reach", f"{words} {one.reach:.0%} of its mass at least 0.1 %"
-        return "will_teach", f"will teach: the teacher is better ({said})"
+            words = f"nothing to reach: the teacher is better ({headroom}), but the student gives"
+            return "nothing_to_reach", f"{words} only {one.reach:.0%} of its mass at least 0.1 %"
+        return "will_teach", f"will teach: the teacher is better ({headroom})"
     if -one.headroom.mean > max(LEAST_ACCURACY, SURE * one.headroom.stderr):
-        return "worse", f"worse: the student would forget what it can ({said})"
+        return "worse", f"worse: the student would forget what it can ({headroom})"
     if abs(one.headroom.mean) > LEAST_ACCURACY:
-        return "unclear", f"unclear: who is better is not known ({said}), ask more prompts"
-    return "equal", f"equal: nothing to gain in accuracy ({said})"
+        return "unclear", f"unclear: the better model is not known ({headroom}), ask more prompts"
+    return "equal", f"equal: nothing to gain in accuracy ({headroom})"
 
 
 def _without_grades(one: PairFigures) -> tuple[Kind, str]:
-    apart = f"{one.forward:.3g} nats a token apart; without a grader nobody knows who is better"
+    apart = f"{one.forward:.3g} nats a token apart; without a grader the better model is not known"
     if one.forward <= max(LEAST_NATS, one.floor.mean):
         return "equal", f"equal: the models are {apart}"
     if one.reach < LEAST_REACH:

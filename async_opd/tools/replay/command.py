@@ -56,7 +56,7 @@ class DifferentNumber:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in the first step that does: results by FIRST and name, weights by rank."""
+    """The difference in the first step that has one: results by FIRST and name, weights by rank."""
 
     step: int
     numbers: tuple[DifferentNumber, ...]
@@ -83,7 +83,7 @@ class Difference:
 def difference(record: Record, now: Recomputed) -> Difference | None:
     """How a step differs from the record of rank 0; None if all bits are equal.
 
-    Results that only one of both has are no difference: see ``incomparable``.
+    Results that only one of both has are not differences: see ``incomparable``.
     """
     before = record.result
     names = sorted(
@@ -109,8 +109,8 @@ def incomparable(record: Record, now: Recomputed) -> list[str]:
     before, after = record.result.quantities.keys(), now.quantities.keys()
     sides = (("the run", before - after), ("this version", after - before))
     return [
-        f"only {who} has {len(names)} results, such as {min(names)}: they are not compared"
-        for who, names in sides
+        f"only {side} has {len(names)} results, such as {min(names)}: they are not compared"
+        for side, names in sides
         if names
     ]
 
@@ -132,7 +132,7 @@ def other_kernels(records: Sequence[Record], now: Recomputed) -> list[str]:
 def platform_faults(
     recorded: Sequence[Record], now: Sequence[dict[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """What differs between the machines: reasons to refuse, and warnings (versions)."""
+    """Differences between the machines: reasons to refuse, and warnings (versions)."""
     refused: list[str] = []
     warned: list[str] = []
     if len(recorded) != len(now):
@@ -154,7 +154,7 @@ def _number(name: str, recorded: str, computed: str) -> DifferentNumber:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a replay; ``difference`` None: all steps after ``start`` are bit-equal."""
+    """The result of a replay; ``difference`` None: all steps after ``start`` are bit-equal."""
 
     step: int
     start: int

@@ -1,4 +1,4 @@
-"""What of a run directory a step is computed again from, or why it cannot be.
+"""The files of a run directory to compute a step again, or why it cannot be.
 
 checkpoints/step_C ─┐
                     ├──► ReplayPlan: steps C+1 … N, each with the files of all ranks
@@ -63,10 +63,12 @@ def replay_plan(run_dir: Path, step: int, trusted: bool = False) -> ReplayPlan:
     missing = [one for one in wanted if not _complete(files[one])]
     if missing and folder is None:
         raise _refused(
-            run_dir, f"no checkpoint before step {step} is left", f"steps {_said(files)} are kept"
+            run_dir, f"no checkpoint before step {step} is left", f"steps {_listed(files)} are kept"
         )
     if missing:
-        cause = f"from the checkpoint of step {start} on, batches of steps {_said(missing)} are not"
+        cause = (
+            f"from the checkpoint of step {start} on, batches of steps {_listed(missing)} are not"
+        )
         why = "log.replay_gib was exceeded, or they were not written: run.log says so"
         raise _refused(run_dir, f"{cause} kept", f"name another step; {why}")
     steps = tuple(_read(files[one]) for one in wanted)
@@ -122,7 +124,7 @@ def _complete(files: Sequence[KeptFile]) -> bool:
 
 def _not_kept(run_dir: Path, step: int, kept: Sequence[int]) -> ConfigError:
     if kept:
-        return _refused(run_dir, f"the batch of step {step} is not kept", f"one of {_said(kept)}")
+        return _refused(run_dir, f"the batch of step {step} is not kept", f"one of {_listed(kept)}")
     if not load_config(foreign(run_dir) / "config.yaml", recorded=True).log.replay:
         return _refused(run_dir, "log.replay was off: no batches are kept", "set log.replay: true")
     return _refused(run_dir, "it has no kept batches yet", "wait for a step")
@@ -132,7 +134,7 @@ def _refused(run_dir: Path | str, cause: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(str(run_dir), "--step", cause, remedy)])
 
 
-def _said(steps: Sequence[int] | dict[int, list[KeptFile]]) -> str:
+def _listed(steps: Sequence[int] | dict[int, list[KeptFile]]) -> str:
     """Numbers in words: ``3, 5 to 9``."""
     parts: list[list[int]] = []
     for one in sorted(steps):

@@ -1,7 +1,7 @@
 """The charts of a report as Vega-Lite specifications, each with the table of its numbers.
 
 Colours, widths and fonts are the page's (page.js). A specification names its own fields only:
-what comes from a run is data, which no expression evaluates.
+values of a run are data, which no expression evaluates.
 """
 
 from __future__ import annotations

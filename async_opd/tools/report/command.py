@@ -72,7 +72,7 @@ def _report_of(folder: Place, file: Path, arguments: argparse.Namespace) -> int:
     from async_opd.tools.report.verdict import judge
 
     run = read_recorded_run(folder, arguments.overrides)
-    _tell(run)
+    _print_left_out(run)
     verdict = judge(run)
     prediction = "" if arguments.no_plan else str(forecast(run, verdict))
     write_atomically(file, report(run, verdict, prediction), durable=False)
@@ -93,7 +93,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         places = arguments.run_dirs + arguments.overrides
         runs = [read_recorded_run(fetched.enter_context(run_at(one))) for one in places]
         for run in runs:
-            _tell(run)
+            _print_left_out(run)
         columns, figures = figures_of(runs)
         _print_table("figures", columns, figures)
         _print_table("keys that differ", ("key", *columns[1:]), differing_keys(runs))
@@ -102,8 +102,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(run: RecordedRun) -> None:
-    """Says what of the run's config is left out."""
+def _print_left_out(run: RecordedRun) -> None:
+    """Prints which parts of the run's config are left out."""
     from async_opd.core.printable import on_one_line
     from async_opd.tools.report.recorded_run import left_out
 

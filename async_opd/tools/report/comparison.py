@@ -63,7 +63,7 @@ def comparison(runs: Sequence[RecordedRun]) -> str:
     no_keys = paragraphs(["The configs are the same."])
     sections = [
         Section("figures", "Figures", table(columns, figures)),
-        Section("keys", "What differs", table(("key", *names), keys) if keys else no_keys),
+        Section("keys", "Differences", table(("key", *names), keys) if keys else no_keys),
         Section("learning", "Learning", "", tuple(_learning(runs, names))),
         Section("speed", "Speed and staleness", "", tuple(_overlaid(runs, names, "speed"))),
     ]

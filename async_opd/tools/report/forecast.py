@@ -1,4 +1,4 @@
-"""What the planner predicts for the change that a verdict suggests.
+"""The planner's prediction for the change that a verdict suggests.
 
 run directory ──plan.measure──► speeds ──simulated as it is, and with one change──► gain
 """
@@ -15,7 +15,7 @@ from async_opd.tools.plan.inputs import setting_of
 from async_opd.tools.plan.measure.measured import read_run
 from async_opd.tools.plan.setting import Setting
 from async_opd.tools.report.recorded_run import RecordedRun
-from async_opd.tools.report.verdict import Verdict, spoken
+from async_opd.tools.report.verdict import Verdict, display_name
 
 WORTH = 0.05
 """A change that gains so much is suggested without a look at the following ones."""
@@ -103,9 +103,9 @@ def _other_splits(setting: Setting, verdict: Verdict) -> Iterator[tuple[str, Set
         if donor.replicas - fewer >= least:
             counts = {donor.name: -fewer, limiting.name: fewer * donor.gpus // limiting.gpus}
             words = f"{fewer * donor.gpus} of {donor.replicas * donor.gpus} GPUs"
-            words += f" of {spoken(donor.name)} moved to {spoken(limiting.name)}"
+            words += f" of {display_name(donor.name)} moved to {display_name(limiting.name)}"
             yield words, _split(setting, counts)
-    words = f"{limiting.gpus} more GPU{'s' * (limiting.gpus > 1)} for {spoken(limiting.name)}"
+    words = f"{limiting.gpus} more GPU{'s' * (limiting.gpus > 1)} for {display_name(limiting.name)}"
     yield words, _split(setting, {limiting.name: 1})
 
 

@@ -34,7 +34,7 @@ from async_opd.files.run_format import refuse_other_formats
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.sinks import Status, Summary
 from async_opd.observability.trace import TRACE
-from async_opd.tools.report.sample_lives import Life, read_lives
+from async_opd.tools.report.sample_timelines import SampleTimeline, read_timelines
 
 STEP_S = "perf/step_s"
 """The metric that every row of a training step has, and no other row."""
@@ -54,7 +54,7 @@ class Message:
 
 @dataclass(frozen=True)
 class _Ended:
-    """What ``summary.json`` has beside metrics."""
+    """Fields of ``summary.json`` beside metrics."""
 
     status: Status
     seconds: Seconds
@@ -137,12 +137,12 @@ class RecordedRun:
         return [(row.step, row.values[key]) for row in self._having.get(key, ())]
 
     @cached_property
-    def lives(self) -> tuple[Life, ...]:
-        """The lives of the trained samples that the trace follows. OSError."""
-        return tuple(read_lives(self.folder / TRACE))
+    def timelines(self) -> tuple[SampleTimeline, ...]:
+        """The timelines of the trained samples that the trace follows. OSError."""
+        return tuple(read_timelines(self.folder / TRACE))
 
     def audit(self) -> Audit:
-        """What became of each admitted sample. AuditError without a readable journal."""
+        """The outcome of each admitted sample. AuditError without a readable journal."""
         return audit(self.folder)
 
 
@@ -208,7 +208,7 @@ def _moment(text: str) -> float:
 
 
 def read_summary(folder: Place) -> Summary | None:
-    """``summary.json``; None without one, or if it is no summary."""
+    """``summary.json``; None without one, or if it is not a summary."""
     try:
         content: dict[str, Any] = dict(json.loads((foreign(folder) / SUMMARY).read()))
         ended = _ENDED.validate_python(content)

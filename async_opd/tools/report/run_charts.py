@@ -34,8 +34,8 @@ from async_opd.tools.report.pool_times import (
     total,
 )
 from async_opd.tools.report.recorded_run import RecordedRun
-from async_opd.tools.report.sample_lives import PARTS, WORK, Life
-from async_opd.tools.report.verdict import spoken
+from async_opd.tools.report.sample_timelines import PARTS, WORK, SampleTimeline
+from async_opd.tools.report.verdict import display_name
 
 WINDOWS = 60
 """Points of a pool's shares over time: each is the mean of as many steps as that takes."""
@@ -103,7 +103,7 @@ def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
 
 
 def _initial(run: RecordedRun, key: str) -> list[tuple[int, float]]:
-    """What the evaluation before training measured of the same."""
+    """The same of the evaluation before training."""
     return run.series(key.replace("eval/", "eval_initial/", 1))
 
 
@@ -139,14 +139,14 @@ def pool_charts(run: RecordedRun) -> Iterator[Chart]:
         names = [name for name in COLOURED if any(name in share for _, share in shares)]
         yield shares_over_time(
             f"pool-{index}",
-            f"{spoken(pool)}: computing and waiting".capitalize(),
+            f"{display_name(pool)}: computing and waiting".capitalize(),
             "Shares of its time. The pool that limits computes nearly all of the time.",
             names,
             [(step, [share.get(name, 0.0) for name in names]) for step, share in shares],
         )
 
 
-def sample_lives(lives: Sequence[Life]) -> Iterator[Chart]:
+def sample_timelines(lives: Sequence[SampleTimeline]) -> Iterator[Chart]:
     """The mean share of each part of a sample's life, and some single lives; none without lives."""
     whole = sum(life.whole for life in lives)
     if not whole:
@@ -204,7 +204,7 @@ def sample_lives(lives: Sequence[Life]) -> Iterator[Chart]:
     )
 
 
-def _named(lives: Sequence[Life]) -> list[tuple[str, Life]]:
+def _named(lives: Sequence[SampleTimeline]) -> list[tuple[str, SampleTimeline]]:
     """The fastest, the median and the slowest lives, each once."""
     found = sorted(lives, key=lambda life: life.whole)
     last = len(found) - 1

@@ -26,7 +26,7 @@ from async_opd.tools.report.page import (
     tiles,
 )
 from async_opd.tools.report.recorded_run import Message, RecordedRun, left_out
-from async_opd.tools.report.run_charts import metric_charts, pool_charts, sample_lives
+from async_opd.tools.report.run_charts import metric_charts, pool_charts, sample_timelines
 from async_opd.tools.report.samples.answers import answer_sections
 from async_opd.tools.report.samples.gallery import Gallery
 from async_opd.tools.report.samples.tokens import token_sections
@@ -55,7 +55,7 @@ def report(run: RecordedRun, verdict: Verdict, prediction: str) -> str:
 def sections(run: RecordedRun, verdict: Verdict, prediction: str) -> list[Section]:
     """All sections, in the order of the page."""
     gallery = Gallery(run.folder)
-    pools = [*metric_charts(run, "pools"), *pool_charts(run), *sample_lives(run.lives)]
+    pools = [*metric_charts(run, "pools"), *pool_charts(run), *sample_timelines(run.timelines)]
     return [
         Section("verdict", "Verdict", _verdict(run, verdict, prediction)),
         Section("learning", "Learning", _evaluated(run), _drawn(metric_charts(run, "learning"))),
@@ -134,7 +134,7 @@ def _trouble(run: RecordedRun) -> str:
 
 
 def _left_out(level: Level) -> str:
-    """What ``run.log`` lacks of the events, by the least level that the run has logged."""
+    """The events that ``run.log`` lacks, by the least level that the run has logged."""
     if level == "info":
         return ""
     return f"Events below this level are not in run.log, whose log.level is {level}."

@@ -139,7 +139,7 @@ def _healthy(run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime
     return Verdict(
         "healthy",
         f"The run is healthy: neither rollout nor training waits for a fifth of its time; "
-        f"{spoken(busiest.name)} is used most ({busiest.computing:.0%}).",
+        f"{display_name(busiest.name)} is used most ({busiest.computing:.0%}).",
         _evidence(run, rows, times),
         "Nothing needs to change. More GPUs help if all pools get some.",
         times=times,
@@ -165,8 +165,8 @@ def _limits(
     )
     return Verdict(
         "pool",
-        f"{spoken(most.name).capitalize()} is starved {1 - most.in_use:.0%} of the time: "
-        f"{spoken(pool.name)} limits, which computes {pool.computing:.0%} of the time.",
+        f"{display_name(most.name).capitalize()} is starved {1 - most.in_use:.0%} of the time: "
+        f"{display_name(pool.name)} limits, which computes {pool.computing:.0%} of the time.",
         _evidence(run, rows, times),
         remedy,
         pool=pool.name,
@@ -261,10 +261,10 @@ def _evidence(
 def _shares(pool: PoolTime) -> str:
     waits = ", ".join(f"{what} {share:.0%}" for what, share in pool.waits.items() if share >= 0.005)
     waits = f"; waits for: {waits}" if waits else ""
-    return f"{spoken(pool.name)} computes {pool.computing:.0%}{waits}"
+    return f"{display_name(pool.name)} computes {pool.computing:.0%}{waits}"
 
 
-def spoken(pool: str) -> str:
+def display_name(pool: str) -> str:
     """A pool's name in a sentence."""
     if pool.startswith("teacher/"):
         return f"teacher {pool.removeprefix('teacher/')}"

@@ -1,4 +1,4 @@
-"""What people see of a run, on a terminal and in a log file."""
+"""A run as people see it, on a terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ METRICS = {
 
 
 class Clock:
-    """Stands still unless told otherwise."""
+    """Stands still by default."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0

@@ -1,4 +1,4 @@
-"""The file by which who watches a run knows that its process lives."""
+"""The file that shows a viewer that the run's process lives."""
 
 from __future__ import annotations
 

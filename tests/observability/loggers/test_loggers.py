@@ -1,4 +1,4 @@
-"""What other loggers have of a run, read back through their own libraries."""
+"""The data of a run in other loggers, read back through their own libraries."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_logger_that_is_named_twice_is_refused() -> None:
 
 
 class Failing:
-    """A library that fails as it is told."""
+    """A library that fails as configured."""
 
     def __init__(self, opens: bool = True) -> None:
         if not opens:
@@ -137,7 +137,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_a_logger_that_fails_is_told_of_and_ends_no_run(
+def test_a_logger_that_fails_is_reported_and_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
 ) -> None:
     sink = ThreadedSink("mlflow", lambda: Failing(opens), 10.0)
@@ -151,7 +151,7 @@ def test_a_logger_that_fails_is_told_of_and_ends_no_run(
 
 
 class Slow:
-    """A library that takes nothing before it is told to."""
+    """A library that takes nothing before the test permits it."""
 
     def __init__(self) -> None:
         self.free = threading.Event()

@@ -122,7 +122,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_an_error() -> None:
 def test_a_run_directory_below_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (line,) = disk(config(f"run_dir={tmp_path}/file/run"))
-    assert (line.status, "no folder" in line.found) == ("error", True)
+    assert (line.status, "not a folder" in line.found) == ("error", True)
 
 
 def test_a_mirror_that_can_be_written_is_ok_and_keeps_no_probe(tmp_path: Path) -> None:

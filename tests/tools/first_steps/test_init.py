@@ -91,7 +91,7 @@ def test_an_existing_file_is_replaced_by_force_only(
     assert init(*given, "--force") == 0
 
 
-def test_without_a_terminal_nothing_is_asked_and_all_that_is_missing_is_said(
+def test_without_a_terminal_nothing_is_asked_and_all_missing_arguments_are_reported(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert init() == 2
@@ -101,7 +101,7 @@ def test_without_a_terminal_nothing_is_asked_and_all_that_is_missing_is_said(
     ] * 3
 
 
-def test_a_directory_that_is_missing_is_said(
+def test_a_directory_that_is_missing_is_reported(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert init("no/such.yaml") == 2

@@ -18,7 +18,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(installed: Path, folder: Path, *command: str) -> str:
-    """What a command prints that ends with exit code 0."""
+    """The output of a command that ends with exit code 0."""
     done = subprocess.run(
         [str(installed / command[0]), *command[1:]],
         cwd=folder,

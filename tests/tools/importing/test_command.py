@@ -65,7 +65,7 @@ def test_a_binary_file_is_answered_with_the_kinds_of_files(
 ) -> None:
     (tmp_path / "a.sh").write_bytes(b"\xff\xfe\x00")
     assert main(["import", str(tmp_path / "a.sh")]) == 2
-    assert "this one is no text" in capsys.readouterr().err
+    assert "this one is not text" in capsys.readouterr().err
 
 
 def test_a_result_that_does_not_pass_is_written_and_ends_with_exit_code_2(

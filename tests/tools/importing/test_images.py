@@ -26,9 +26,9 @@ def test_pixel_limits_are_the_students_processor_kwargs() -> None:
     assert drafted("verl", **whole).ours["student.processor_kwargs"] == {"max_pixels": 602_112}
 
 
-def test_that_teachers_have_their_own_is_said() -> None:
+def test_separate_settings_of_teachers_are_reported() -> None:
     said = drafted("verl", **{"data.mm_processor_kwargs.max_pixels": 602_112}).differs
-    assert any("processor_kwargs of its own" in one for one in said)
+    assert any("separate processor_kwargs" in one for one in said)
 
 
 def test_images_of_a_prompt_are_bounded_by_limit_images() -> None:

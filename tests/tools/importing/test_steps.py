@@ -1,4 +1,4 @@
-"""What a step is here of frameworks whose steps have several updates; NeMo-RL's two trainers."""
+"""A step here of frameworks whose steps have several updates; NeMo-RL's two trainers."""
 
 from __future__ import annotations
 

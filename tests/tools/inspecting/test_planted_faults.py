@@ -112,7 +112,7 @@ def test_a_clamped_token_is_found(run_dir: Path, capsys: pytest.CaptureFixture[s
     (token,) = [row for row in cells(lines)[8:] if row[9]]
     assert (token[0], token[9]) == ("3", "clamped")
     assert float(token[6]) > 39
-    assert "fate     trained in step 1" in lines
+    assert "status   trained in step 1" in lines
 
 
 def test_a_stale_sample_is_found(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,7 @@ def test_the_summands_of_a_step_are_its_loss(
     [
         (["q2/1"], "has no record of its tokens and was never admitted"),
         (["q2/1"], "recorded samples near it: q2/0"),
-        (["q9/0"], "its fate: admitted, neither trained nor a dead letter"),
+        (["q9/0"], "its status: admitted, neither trained nor a dead letter"),
         (["--step", "7"], "the nearest is 1"),
     ],
 )

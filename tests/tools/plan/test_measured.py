@@ -41,7 +41,7 @@ def test_a_teachers_batch_is_fitted_to_batches_and_tokens(plan: PlanConfig) -> N
     assert (teacher.overhead_s, teacher.tokens_per_s) == pytest.approx((0.02, 20_000), rel=1e-3)
 
 
-def test_a_trainer_that_always_sees_as_many_tokens_takes_time_for_each(plan: PlanConfig) -> None:
+def test_a_trainer_with_always_as_many_tokens_takes_time_for_each(plan: PlanConfig) -> None:
     assert plan.train.tokens_per_s == pytest.approx(BATCH * 120 / 0.8, rel=1e-3)
     assert plan.train.overhead_s == 0.0
 

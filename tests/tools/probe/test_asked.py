@@ -14,7 +14,7 @@ from tests.tools.doctor.test_templates import PLAIN, with_template
 
 
 def asked(tmp_path: Path, *overrides: str, count: int = 9) -> dict[str, AskedSource]:
-    """What is asked of each source."""
+    """The requests of each source."""
     made = config(*overrides)
     found = asked_sources(made, preflight(made, "c.yaml"), Text.of(made), count, tmp_path)
     return {one.source: one for one in found}

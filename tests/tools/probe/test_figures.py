@@ -85,7 +85,7 @@ def test_the_template_adds_accuracy_and_likelihood_of_the_students_right_respons
     assert found.logprob.mean == pytest.approx(math.log(6) + math.log(SHARP[0, 0]), rel=1e-4)
 
 
-def test_without_another_template_nothing_is_said_of_it() -> None:
+def test_without_another_template_it_is_not_reported() -> None:
     assert figures_of(measured([response(FLAT, SHARP)])).template is None
 
 

@@ -1,4 +1,4 @@
-"""What models are asked, and how their answers and scores become a pair's measurements."""
+"""The requests to models, and how their answers and scores become a pair's measurements."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Table:
     async def score(self, batch: Batch) -> Batch:
         rollouts = list(unpack(Rollout, [batch]))
         self.sizes.append(len(rollouts))
-        self.seen += [one.seen_by_teacher.token_ids.tolist() for one in rollouts]
+        self.seen += [one.for_teacher.token_ids.tolist() for one in rollouts]
         return Batch.pack(Sample(one, self._scores(one)) for one in rollouts)
 
     def _scores(self, rollout: Rollout) -> Scores:
-        first = float(rollout.seen_by_teacher.token_ids[0])
+        first = float(rollout.for_teacher.token_ids[0])
         logs = np.log(np.array([[0.6, 0.4]], np.float32))
         own = np.full(1, -first, np.float32)
         if self.kind is None:
@@ -128,5 +128,5 @@ def test_a_call_has_a_bounded_number_of_rollouts() -> None:
 
 
 def test_scores_that_are_no_top_k_are_refused() -> None:
-    with pytest.raises(ValueError, match="SampledLogprobs is no top-k"):
+    with pytest.raises(ValueError, match="SampledLogprobs is not top-k"):
         measured(Table(), Table(kind=None))

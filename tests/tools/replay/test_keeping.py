@@ -1,4 +1,4 @@
-"""What ``log.replay`` keeps: until when, within which bounds, and what it does when it cannot."""
+"""``log.replay`` keeps steps: until when, within which bounds, and what it does when it cannot."""
 
 from __future__ import annotations
 

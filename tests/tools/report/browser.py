@@ -75,7 +75,7 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, file: Path, width: int, scheme: str) -> Iterator[tuple[Any, list[str]]]:
-    """The page in a window of its own, when its charts are drawn, and what its console said."""
+    """The page in a separate window, when its charts are drawn, and its console's messages."""
     uri = file.absolute().as_uri()
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:

@@ -66,7 +66,7 @@ def test_a_page_is_drawn_legibly_without_a_word_on_the_console(
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_bars_of_a_life_tell_work_from_waiting_by_their_height_and_say_what_they_are(
+def test_the_bars_of_a_life_distinguish_work_from_waiting_by_their_height_and_say_what_they_are(
     browser: Any, pages: dict[str, Path], width: int
 ) -> None:
     heights = """(key) => [...document.getElementById(`chart-${key}`)

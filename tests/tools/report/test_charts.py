@@ -1,4 +1,4 @@
-"""What charts say in numbers."""
+"""The numbers in charts."""
 
 from __future__ import annotations
 

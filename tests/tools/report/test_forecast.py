@@ -1,4 +1,4 @@
-"""What the planner is asked for each verdict, and that its answer is a gain."""
+"""The planner's question for each verdict, and that its answer is a gain."""
 
 from __future__ import annotations
 

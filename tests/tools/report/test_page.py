@@ -22,7 +22,7 @@ from async_opd.tools.report.charts import shares_over_time
 from async_opd.tools.report.comparison import differing_keys, labels
 from async_opd.tools.report.facts import Facts, facts_of
 from async_opd.tools.report.recorded_run import RecordedRun, read_recorded_run
-from async_opd.tools.report.run_charts import evaluation_lines, metric_charts, sample_lives
+from async_opd.tools.report.run_charts import evaluation_lines, metric_charts, sample_timelines
 from async_opd.tools.report.run_report import report
 from async_opd.tools.report.verdict import judge
 from tests.tools.plan.runs import CONFIG, write_run
@@ -140,12 +140,12 @@ def test_accuracies_have_the_standard_errors_of_their_means(run: RecordedRun) ->
 
 
 def test_the_life_of_a_sample_adds_up(run: RecordedRun) -> None:
-    mean, single = sample_lives(run.lives)
+    mean, single = sample_timelines(run.timelines)
     values = mean.spec["data"]["values"]
     assert [one["a"] for one in values[1:]] == [one["b"] for one in values[:-1]]
     assert (values[0]["a"], values[-1]["b"]) == (0, 1)
     longest = max(one["b"] for one in single.spec["data"]["values"])
-    assert longest == max(life.whole for life in run.lives) / 1e6
+    assert longest == max(life.whole for life in run.timelines) / 1e6
 
 
 def test_the_time_between_two_parts_of_a_run_is_no_wall_time(tmp_path: Path) -> None:

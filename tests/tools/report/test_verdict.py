@@ -95,7 +95,7 @@ def verdict_of(folder: Path, one: Setting, seed: int, grader: Any = None) -> Ver
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "factor"), [("small", "four times"), ("wide", "twice")])
 class TestAFaultMadeOnPurposeIsNamed:
-    """Each of the six, strong in a small run and weak in a wider one, with lengths of its own."""
+    """Each of the six, strong in a small run and weak in a wider one, with other lengths."""
 
     def test_a_slow_rollout_pool(self, tmp_path: Path, size: str, factor: str) -> None:
         found = verdict_of(tmp_path, slow_rollout(balanced(*SIZES[size]), FACTORS[factor]), 1)

@@ -1,4 +1,4 @@
-"""Students that see, samples with images, and what transformers computes of each alone."""
+"""VLM students, samples with images, and what transformers computes of each alone."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SIGHT: Any = SimpleNamespace(cache_bytes=1 << 20, fetch_s=5.0)
 
 
 class Images:
-    """A queue that has these images, and notes who asks for which."""
+    """A queue that has these images, and notes each request."""
 
     def __init__(self, data: Seen) -> None:
         self.encoded, self.asked = dict(data.encoded), []
@@ -121,7 +121,7 @@ async def test_a_step_goes_on_without_a_sample_whose_image_is_lost() -> None:
 
 
 class Alone:
-    """A planner of one rank, with each sample in a micro-batch of its own."""
+    """A planner of one rank, with each sample in a separate micro-batch."""
 
     vocabularies = Vocabularies(100_000)
 
@@ -144,7 +144,7 @@ async def test_ranks_are_dealt_another_batch_where_an_image_is_lost() -> None:
     batcher.close()
 
 
-def test_a_header_tells_the_sizes_of_a_samples_images() -> None:
+def test_a_header_has_the_sizes_of_a_samples_images() -> None:
     assert [one.header.images for one in seen("llava", [0, 1], []).samples] == [
         ((56, 84), (56, 84)),
         (),

@@ -1,4 +1,4 @@
-"""Held rows of a student that sees: one has an image, and changes with the tower."""
+"""Held rows of a VLM student: one has an image, and changes with the tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded students that see: gloo processes, of which some have no image, and one process."""
+"""Sharded VLM students: gloo processes, of which some have no image, and one process."""
 
 from __future__ import annotations
 

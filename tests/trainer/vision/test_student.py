@@ -1,4 +1,4 @@
-"""A student that sees: its parts, what is frozen, adapters, and its weights' names."""
+"""A VLM student: its parts, what is frozen, adapters, and its weights' names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.student.adapters import LORA, add_adapters
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import platform_of, set_attention
 from trainer.student.named_weights import frozen_names, named_weights
-from trainer.vision.parts import freeze, parameters_that_see
+from trainer.vision.parts import freeze, vision_parameters
 
 pytest.importorskip("torchvision")
 
@@ -69,7 +69,7 @@ def test_frozen_parts_have_neither_gradients_nor_moments(family: str, parts: Any
     freeze(model, parts)
     rank = rank_of(model, family)
     rank.backward([seen(family, [0], []).micro_batch()])
-    names = {f"model.{name}": part for part, name, _ in parameters_that_see(model) if part in parts}
+    names = {f"model.{name}": part for part, name, _ in vision_parameters(model) if part in parts}
     assert set(names.values()) == set(parts)
     assert not names.keys() & gradients(model).keys()
     rank.apply(1e-3)
@@ -98,7 +98,9 @@ def test_a_resumed_student_has_the_frozen_parts_of_its_files_and_goes_on_with_th
 
 
 def test_a_student_that_reads_text_has_no_part_to_freeze() -> None:
-    with pytest.raises(StageError, match="names vision_tower, and Qwen3ForCausalLM has no part"):
+    with pytest.raises(
+        StageError, match="names vision_tower, and Qwen3ForCausalLM has no vision part"
+    ):
         freeze(tiny_model(), ["vision_tower"])
 
 
@@ -177,7 +179,7 @@ def test_a_student_with_other_frozen_parts_is_not_resumed(tmp_path: Path) -> Non
     learner = Learner(rank_of(model, "llava"))
     learner.capture(version=0)
     learner.write(str(tmp_path))
-    for part, _, parameter in parameters_that_see(model):
+    for part, _, parameter in vision_parameters(model):
         if part == "vision_tower":
             parameter.data += 1
     with pytest.raises(CheckpointError, match="frozen weights of another model"):

@@ -109,7 +109,7 @@ TABLE: Table = {
     "generation_batch_size": Meaningless("groups are whole; a batch has whole groups"),
     "token_budget": Meaningless("train.tokens_per_micro_batch counts tokens"),
     "max_inflight_tasks": Meaningless("admission bounds what is in flight"),
-    "heartbeat_stale_after_s": Meaningless("supervision has bounds of its own"),
+    "heartbeat_stale_after_s": Meaningless("supervision has separate bounds"),
     "logging_*": Meaningless("every step is logged"),
     "log_completions*": ANSWERS,
     "num_completions_to_print": ANSWERS,

@@ -158,7 +158,7 @@ TABLE: Table = {
     "trainer.log_val_generations": Meaningless("answers are in evals/step_N.jsonl"),
     "trainer.use_legacy_worker_impl": Meaningless("it chooses among verl's own workers"),
     "distillation.num_workers": Meaningless("calls to teachers are asynchronous"),
-    "distillation.enable_resource_pool": Meaningless("teachers have GPUs of their own"),
+    "distillation.enable_resource_pool": Meaningless("teachers have dedicated GPUs"),
     "distillation.teacher_backend": Meaningless("teachers run in vLLM"),
     "distillation.teacher_chunk_size": Meaningless("teachers run in vLLM"),
     "distillation.teacher_fsdp_config.*": Meaningless("teachers run in vLLM"),

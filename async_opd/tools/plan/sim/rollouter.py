@@ -127,7 +127,7 @@ class SimulatedRollouts:
             self.fill()
 
     def rerun(self, samples: Sequence[int]) -> None:
-        """Samples stale samples again, each as a group of its own."""
+        """Samples stale samples again, each as a separate group."""
         for sample in samples:
             self._population.again(sample)
         self.prompts.put([SimulatedGroup((sample,)) for sample in samples], _nothing)

@@ -36,7 +36,7 @@ class Gallery:
         return f"{opening}{shown}</div>"
 
     def notes(self) -> list[str]:
-        """What the page lacks, since the last call."""
+        """The images that the page lacks, since the last call."""
         found = []
         if self.left_out:
             found.append(

@@ -12,9 +12,9 @@ from typing import Any
 
 from async_opd.microscope.folder import MICROSCOPE, files, records
 from async_opd.microscope.record import SampleRecord
-from async_opd.tools.report.fates import fates
 from async_opd.tools.report.page import Section, inert, paragraphs, text
 from async_opd.tools.report.recorded_run import RecordedRun
+from async_opd.tools.report.sample_status import sample_status
 from async_opd.tools.report.samples.gallery import Gallery
 from async_opd.tools.report.worst import By, alternatives, levels, worst
 
@@ -35,7 +35,7 @@ def token_sections(run: RecordedRun, gallery: Gallery) -> list[Section]:
         return []
     chosen = {(one.uid, one.step): one for by in BY for one in worst(records(run.folder), by, EACH)}
     samples = list(chosen.values())
-    found = fates(run, [one.uid for one in samples])
+    found = sample_status(run, [one.uid for one in samples])
     cards = "".join(_card(i, one, found[one.uid], gallery) for i, one in enumerate(samples))
     data = [[_token(one, row) for row in range(min(len(one), TOKENS))] for one in samples]
     about = (
@@ -52,7 +52,7 @@ def token_sections(run: RecordedRun, gallery: Gallery) -> list[Section]:
     return [Section("tokens", "Tokens", html)]
 
 
-def _card(number: int, one: SampleRecord, fate: str, gallery: Gallery) -> str:
+def _card(number: int, one: SampleRecord, status: str, gallery: Gallery) -> str:
     shades = zip(levels(one, "loss"), levels(one, "gap"), strict=True)
     spans = "".join(
         f'<span class="tok" tabindex="{-1 if row else 0}" data-loss="{loss}" data-gap="{gap}">'
@@ -64,7 +64,7 @@ def _card(number: int, one: SampleRecord, fate: str, gallery: Gallery) -> str:
         f"Step {one.step}, teacher {one.teacher}, stale by {one.staleness}, finished by "
         f"{one.finish_reason}, weight {one.weight:.4g}.{more}"
     )
-    known = f'<p class="soft">Fate: <a href="#trouble">{text(fate)}</a>. {text(facts)}</p>'
+    known = f'<p class="soft">Status: <a href="#trouble">{text(status)}</a>. {text(facts)}</p>'
     return (
         f'<article class="card sample" data-sample="{number}"><h3>{text(one.uid)}</h3>{known}'
         f"{gallery.html(one.images, one.uid)}"
@@ -75,7 +75,7 @@ def _card(number: int, one: SampleRecord, fate: str, gallery: Gallery) -> str:
 
 
 def _token(one: SampleRecord, row: int) -> dict[str, Any]:
-    """What the panel shows: [name, value] pairs, and the most probable tokens of both sides."""
+    """The content of the panel: [name, value] pairs, and the most probable tokens of both sides."""
     values = {
         "loss": one.loss,
         "gap": one.gap,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from async_opd.core.samples import Prompt
 
 
-def shown_to_servers(config: RunConfig, inputs: Inputs) -> dict[str, Prompt]:
+def endpoint_probes(config: RunConfig, inputs: Inputs) -> dict[str, Prompt]:
     """The first prompt with images of each teacher that has servers, if there is one."""
     asked = {name for name, one in config.teachers.items() if isinstance(one, EndpointTeacher)}
     pictured = (row for row in chain(*inputs.checked, *inputs.eval) if row.images)

@@ -1,4 +1,4 @@
-"""What became of samples: from the journal and the dead letters of a run directory."""
+"""The status of samples: from the journal and the dead letters of a run directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from async_opd.accounting.journal import LEDGER
 from async_opd.tools.report.recorded_run import RecordedRun
 
 
-def fates(run: RecordedRun, uids: Collection[str]) -> dict[str, str]:
+def sample_status(run: RecordedRun, uids: Collection[str]) -> dict[str, str]:
     """A sentence on each of these samples: trained, dead-lettered, in flight, or never admitted."""
     wanted = set(uids)
     admitted: set[str] = set()
@@ -23,10 +23,10 @@ def fates(run: RecordedRun, uids: Collection[str]) -> dict[str, str]:
     except AuditError as error:
         return dict.fromkeys(wanted, f"unknown: {error}")
     letters = {one.uid: f"dead letter of {one.stage}: {one.reason}" for one in run.dead_letters}
-    return {uid: _fate(uid in admitted, steps[uid], letters.get(uid, "")) for uid in wanted}
+    return {uid: _status(uid in admitted, steps[uid], letters.get(uid, "")) for uid in wanted}
 
 
-def _fate(admitted: bool, steps: list[int], letter: str) -> str:
+def _status(admitted: bool, steps: list[int], letter: str) -> str:
     trained = f"trained in step {', '.join(map(str, steps))}" if steps else ""
     if trained or letter:
         return "; ".join(filter(None, (trained, letter)))

@@ -1,4 +1,4 @@
-"""The lives of traced samples: parts that add up, pauses cut out, and what is left out."""
+"""Timelines of traced samples: parts that add up, pauses cut out, and what is left out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from async_opd.observability.sinks import Summary
 from async_opd.observability.trace import TRACE, TraceSink
 from async_opd.tools.report.charts import Chart
 from async_opd.tools.report.recorded_run import RecordedRun, read_recorded_run
-from async_opd.tools.report.run_charts import sample_lives
-from async_opd.tools.report.sample_lives import PAUSED, SAMPLED, Life, read_lives
+from async_opd.tools.report.run_charts import sample_timelines
+from async_opd.tools.report.sample_timelines import PAUSED, SAMPLED, SampleTimeline, read_timelines
 from tests.tools.report.simulated import record
 from tests.tools.report.test_verdict import balanced
 
@@ -34,7 +34,7 @@ def one(what: str, start: float, end: float, track: str = "", uid: str = "") -> 
 
 
 def reports(uid: str, at: tuple[float, ...] = MOMENTS) -> list[dict[str, list[Interval]]]:
-    """What the stages report of a sample: its admission; then its work until its step."""
+    """The stages' reports of a sample: its admission; then its work until its step."""
     sampled, scored, trained = (at[1], at[2]), (at[5], at[6]), (at[8], at[9])
     return [
         {"admission": [one("admit", at[0], at[0], "", uid)]},
@@ -68,12 +68,12 @@ def write(folder: Path, *written: dict[str, list[Interval]]) -> Path:
     return folder / TRACE
 
 
-def seconds(life: Life) -> list[tuple[str, float]]:
+def seconds(life: SampleTimeline) -> list[tuple[str, float]]:
     return [(name, (end - start) / 1e6) for name, start, end in life.parts]
 
 
 def test_the_parts_of_a_life_are_those_between_its_moments(tmp_path: Path) -> None:
-    (life,) = read_lives(write(tmp_path, *reports(UIDS[0])))
+    (life,) = read_timelines(write(tmp_path, *reports(UIDS[0])))
     assert life.uid == UIDS[0]
     assert seconds(life) == [
         ("waits for a slot", 2.0),
@@ -97,7 +97,7 @@ def test_a_pause_of_its_replica_is_cut_out_of_the_time_in_which_a_sample_is_samp
     other = one("sync", 3.0, 4.0, "student/1 sync")
     admission, rest = reports(UIDS[0])
     rest["rollout"] += [*syncs, other]
-    (life,) = read_lives(write(tmp_path, admission, rest))
+    (life,) = read_timelines(write(tmp_path, admission, rest))
     assert seconds(life)[1:6] == [
         (PAUSED, 0.5),
         (SAMPLED, 1.5),
@@ -126,7 +126,7 @@ def test_the_parts_add_up_to_the_whole_whatever_the_clocks_of_several_machines_s
         rest["rollout"].append(one("sync", now + wait, now + wait + length, "student/0 sync"))
         now += wait + length
     with tempfile.TemporaryDirectory() as folder:
-        (life,) = read_lives(write(Path(folder), admission, rest))
+        (life,) = read_timelines(write(Path(folder), admission, rest))
     assert life.parts[0][1] == 0
     assert all(a[2] == b[1] for a, b in pairwise(life.parts))
     assert all(end > start for _, start, end in life.parts)
@@ -143,13 +143,13 @@ def test_a_life_without_one_of_its_moments_is_left_out(lost: str, tmp_path: Path
         }
 
     written = [*map(without, reports(UIDS[0])), *reports(UIDS[1])]
-    assert [life.uid for life in read_lives(write(tmp_path, *written))] == [UIDS[1]]
+    assert [life.uid for life in read_timelines(write(tmp_path, *written))] == [UIDS[1]]
 
 
 def test_the_life_of_a_sample_without_a_grader_has_no_grading(tmp_path: Path) -> None:
     admission, rest = reports(UIDS[0])
     rest["rollout"] = [found for found in rest["rollout"] if found.what != "grade"]
-    (life,) = read_lives(write(tmp_path, admission, rest))
+    (life,) = read_timelines(write(tmp_path, admission, rest))
     assert ("is graded", 1.0) not in seconds(life)
     assert ("in a teacher's queue", 2.5) in seconds(life)
 
@@ -157,13 +157,13 @@ def test_the_life_of_a_sample_without_a_grader_has_no_grading(tmp_path: Path) ->
 def test_a_sample_that_is_sampled_again_begins_its_life_again(tmp_path: Path) -> None:
     again = reports(UIDS[0], tuple(moment + 20 for moment in MOMENTS))
     written = [reports(UIDS[0])[0], *again]
-    (life,) = read_lives(write(tmp_path, *written))
+    (life,) = read_timelines(write(tmp_path, *written))
     assert life.whole == 13_500_000
 
 
 def test_a_run_without_a_trace_has_no_lives(tmp_path: Path) -> None:
-    assert list(read_lives(tmp_path / TRACE)) == []
-    assert list(sample_lives([])) == []
+    assert list(read_timelines(tmp_path / TRACE)) == []
+    assert list(sample_timelines([])) == []
 
 
 def test_a_damaged_event_costs_one_life_and_no_other(tmp_path: Path) -> None:
@@ -175,12 +175,15 @@ def test_a_damaged_event_costs_one_life_and_no_other(tmp_path: Path) -> None:
     lines[found[0]] = json.dumps(event) + ","
     lines[found[1]] = lines[found[1]][:60]
     path.write_text("\n".join(lines))
-    assert [life.uid for life in read_lives(path)] == [UIDS[2]]
+    assert [life.uid for life in read_timelines(path)] == [UIDS[2]]
 
 
 def charts(count: int) -> list[Chart]:
-    lives = [Life(str(at), ((SAMPLED, 0, at), ("is scored", at, 4 * at))) for at in range(1, count)]
-    return list(sample_lives(lives))
+    lives = [
+        SampleTimeline(str(at), ((SAMPLED, 0, at), ("is scored", at, 4 * at)))
+        for at in range(1, count)
+    ]
+    return list(sample_timelines(lives))
 
 
 def test_the_mean_shares_of_all_parts_add_up_to_one() -> None:
@@ -221,7 +224,7 @@ def test_the_real_pipeline_leaves_whole_lives_of_the_samples_that_it_trains(
 ) -> None:
     trained = {uid for uid in run.audit().trained if is_traced(uid)}
     assert len(trained) >= 3
-    assert {life.uid for life in run.lives} == trained
-    for life in run.lives:
+    assert {life.uid for life in run.timelines} == trained
+    for life in run.timelines:
         assert life.total("is graded") >= 3_000_000
         assert min(map(life.total, (SAMPLED, "is scored", "is trained"))) > 0

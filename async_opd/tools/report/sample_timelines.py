@@ -1,6 +1,6 @@
 """The lives of the samples that a run's trace follows: one in a hundred of the trained ones.
 
-    trace.json ──the last arrow of each sample, pauses of its replica──► Life
+    trace.json ──the last arrow of each sample, pauses of its replica──► SampleTimeline
 
 The moments are clocks' of several processes, in microseconds. A part that would begin before the
 part in front of it ends has no length, so that the parts of a life add up to the whole.
@@ -47,7 +47,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Life:
+class SampleTimeline:
     """``parts`` are (name in ``PARTS``, start, end) in microseconds since the sample's admission.
 
     Each begins where the one before it ends, and none is empty.
@@ -66,10 +66,10 @@ class Life:
         return sum(end - start for part, start, end in self.parts if part == name)
 
 
-def read_lives(path: Place) -> Iterator[Life]:
+def read_timelines(path: Place) -> Iterator[SampleTimeline]:
     """The lives of a trace, in the order in which the samples were trained; none without a file.
 
-    What a kill, a restart or an older version left without one of its moments is left out.
+    A sample that lacks a moment, after a kill, a restart or by an older version, is left out.
     """
     if not foreign(path).exists():
         return
@@ -87,7 +87,7 @@ def read_lives(path: Place) -> Iterator[Life]:
                 start, length = _SLICE.validate_python((event["ts"], event["dur"]))
                 pauses[threads[place]].append((start, start + length))
             elif event["ph"] == "f":
-                yield _life(str(args["uid"]), args["life"], pauses)
+                yield _timeline(str(args["uid"]), args["life"], pauses)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
 
@@ -95,7 +95,7 @@ def read_lives(path: Place) -> Iterator[Life]:
 _WORDS = ('"life"', '"sync"', '"thread_name"')
 
 
-def _life(uid: str, way: object, pauses: Mapping[str, Sequence[Span]]) -> Life:
+def _timeline(uid: str, way: object, pauses: Mapping[str, Sequence[Span]]) -> SampleTimeline:
     """ValueError or LookupError for a life that lacks a moment."""
     at: dict[tuple[str, str], Span] = {}
     track = ""
@@ -124,7 +124,7 @@ def _life(uid: str, way: object, pauses: Mapping[str, Sequence[Span]]) -> Life:
         parts.append((name, now, end))
         now = end
     kept = ((name, start - begun, end - begun) for name, start, end in parts if end > start)
-    return Life(uid, tuple(kept))
+    return SampleTimeline(uid, tuple(kept))
 
 
 def _within(pauses: Sequence[Span], start: int, end: int) -> Iterator[Span]:
