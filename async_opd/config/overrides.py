@@ -121,10 +121,14 @@ def _named(keys: Iterable[str], names: list[str]) -> Iterable[str]:
 
 def _teachers(config: str | None) -> list[str]:
     """The teachers' names in a config, if a shell can show them; none if it cannot be read."""
+    from async_opd.config.load import MAX_CONFIG_BYTES
     from async_opd.config.yaml_text import YamlError, load_yaml
+    from async_opd.files.foreign import foreign
 
     try:
-        names = map(str, load_yaml(Path(str(config)).read_text())["teachers"])
+        file = Path(str(config)).resolve()  # a pipe would make the shell wait
+        content = (foreign(file.parent) / file.name).read(MAX_CONFIG_BYTES)
+        names = map(str, load_yaml(content.decode())["teachers"])
         return [name for name in names if name.isprintable()]
     except (OSError, ValueError, LookupError, TypeError, YamlError):
         return []
