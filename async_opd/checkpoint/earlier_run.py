@@ -334,7 +334,8 @@ def _taken_completed(copies: RunCopies, run_dir: Path, identity: str) -> list[st
             message = f"{copies.place} holds another run, which completed without a checkpoint"
             remedy = "name a URL of this run alone"
             raise ConfigError([Problem("--resume", "checkpoint.mirror", message, remedy)])
-        write_atomically(run_dir / IDENTITY, identity)  # which that of the copy was compared with
+        if not (run_dir / IDENTITY).exists():  # that of the copy was compared with it
+            write_atomically(run_dir / IDENTITY, identity)
         _replace(partial, run_dir, "")
     finally:
         remove_tree(partial)
