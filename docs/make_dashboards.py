@@ -15,7 +15,9 @@ HEAD = """# Dashboards
 
 Made by `python docs/make_dashboards.py` from `async_opd/observability/metrics.yaml`.
 `async_opd dashboard RUN_DIR|CONFIG` saves these panels as a wandb workspace of the config's
-`log.project` (`pip install 'async-opd[dashboard]'`). Without a wandb login it writes
+`log.project` (`pip install 'async-opd[dashboard]'`). `--project` names another one, and has to be
+given with a RUN_DIR and a login, because somebody else may have named the project of the run.
+Without a wandb login it writes
 `dashboard.json` and prints the command that saves it. The axis is the step; of weight syncs the
 weight version, and of evaluations the step whose weights they measured. [metrics.md](metrics.md)
 has the unit and meaning of each key.

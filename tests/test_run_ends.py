@@ -18,7 +18,7 @@ from async_opd import run as module
 from async_opd.checkpoint import mirror as mirror_module
 from async_opd.checkpoint.earlier_run import RUN_OUTPUTS, is_completed
 from async_opd.checkpoint.mirror import Mirror
-from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.resume import IDENTITY, identity
 from async_opd.checkpoint.run_copies import END, RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.preflight import Inputs
@@ -156,8 +156,19 @@ def test_a_run_that_begins_writes_its_format_first(
 def test_a_completed_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run_format(tmp_path)
     complete(tmp_path)
+    (tmp_path / IDENTITY).write_text(identity(config(), ROWS))
     assert run(ready(config(run_dir=str(tmp_path))), resume=True) == 0
     assert "is completed already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_completed_run_that_may_be_another_one_is_refused(tmp_path: Path, link: bool) -> None:
+    write_run_format(tmp_path)
+    complete(tmp_path)
+    if link:
+        (tmp_path / IDENTITY).symlink_to("/no/such")
+    with pytest.raises(ConfigError, match=r"identity\.json"):
+        run(ready(config(run_dir=str(tmp_path))), resume=True)
 
 
 def mirrored(run_dir: Path, url: str) -> RunConfig:

@@ -75,11 +75,22 @@ def journal_entries(path: ForeignPath) -> Iterator[dict[str, Any]]:
     try:
         for number, line in enumerate(path.lines(RECORD_BYTES), 1):  # noqa: B007
             if line.endswith("\n"):  # a last line without a newline is torn
-                yield dict(json.loads(line))
+                yield _checked(dict(json.loads(line)))
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error}") from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise AuditError(f"{path}, line {number}, is not a JSON object: {error}") from error
+        raise AuditError(f"{path}, line {number}, is not an entry of a journal: {error}") from error
+
+
+def _checked(entry: dict[str, Any]) -> dict[str, Any]:
+    """ValueError for a list of samples that are not texts, or a step that is not a number."""
+    for key in ("admitted", "trained", "dead"):
+        uids = entry.get(key, [])
+        if not isinstance(uids, list) or not all(isinstance(uid, str) for uid in uids):
+            raise ValueError(f"{key} is not a list of texts")
+    if type(entry.get("step", 0)) is not int:
+        raise ValueError("step is not a whole number")
+    return entry
 
 
 def _completed(folder: ForeignPath) -> bool:

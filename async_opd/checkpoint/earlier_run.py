@@ -36,7 +36,7 @@ from async_opd.files.kept_steps import KEPT
 from async_opd.files.origin import ORIGIN
 from async_opd.files.remote import Changed
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
-from async_opd.files.safe_open import make_folder, remove_tree
+from async_opd.files.safe_open import make_folder, remove_tree, write_atomically
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.microscope.folder import MICROSCOPE
 from async_opd.observability.loggers.logged_run import LOGGED_RUNS, take_logged_runs
@@ -128,12 +128,25 @@ def newest_mirrored(url: str, run_dir: Path) -> int:
 
 
 def refuse_another(run_dir: Path, identity: str) -> None:
-    """ConfigError if the last checkpoint, or a completed run, has another config."""
-    steps = Checkpoints(run_dir / FOLDER, 1).steps()[-1:]
+    """ConfigError if the last checkpoint, or a completed run, has another config, or none."""
+    steps, completed = Checkpoints(run_dir / FOLDER, 1).steps()[-1:], is_completed(run_dir)
     names = [f"{FOLDER}/{name_of(step)}/{CONFIG}" for step in steps]
-    for name in [*names, *([IDENTITY] if is_completed(run_dir) else [])]:
-        with suppress(OSError):
-            refuse_changes((foreign(run_dir) / name).read(), identity)
+    compared = 0
+    for name in [*names, *([IDENTITY] if completed else [])]:
+        try:
+            found = (foreign(run_dir) / name).read()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            message = f"{run_dir / name} cannot be read: {error.strerror or error}"
+            remedy = "restore the run directory as it was, or choose another --run-dir"
+            raise ConfigError([Problem("--resume", "run_dir", message, remedy)]) from error
+        refuse_changes(found, identity)
+        compared += 1
+    if completed and not compared:
+        message = f"{run_dir} has completed, but has no {IDENTITY}, so it may be of another run"
+        remedy = "choose another --run-dir; a version without the file wrote it, or somebody else"
+        raise ConfigError([Problem("--resume", "run_dir", message, remedy)])
 
 
 def is_completed(run_dir: Path) -> bool:
@@ -321,6 +334,8 @@ def _taken_completed(copies: RunCopies, run_dir: Path, identity: str) -> list[st
             message = f"{copies.place} holds another run, which completed without a checkpoint"
             remedy = "name a URL of this run alone"
             raise ConfigError([Problem("--resume", "checkpoint.mirror", message, remedy)])
+        if not (run_dir / IDENTITY).exists():  # that of the copy was compared with it
+            write_atomically(run_dir / IDENTITY, identity)
         _replace(partial, run_dir, "")
     finally:
         remove_tree(partial)

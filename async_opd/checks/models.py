@@ -76,6 +76,7 @@ class ModelChecks:
                 self._own_code(key, files)
                 self._redirected(key, files)
                 self._quantization(key, files)
+                self._links(key, files)
         student = self.files.get("student.model")
         if student is None:
             return
@@ -160,6 +161,16 @@ class ModelChecks:
         named = {named.key for named in named_models(self.config) if named.trusted}
         return key.removesuffix(".model") in named
 
+    def _links(self, key: str, files: ModelFiles) -> None:
+        """Checks that a model's files are its own: links lead to no other file of the user's."""
+        for file in foreign(files.path):
+            self.found.add(
+                key,
+                f"{file} is a link to {os.path.realpath(file)}, out of the model: its contents "
+                "would get into the trained model, or into prompts that a server is sent",
+                "put the file itself there, or remove the link",
+            )
+
     def _own_code(self, key: str, files: ModelFiles) -> None:
         """Checks that code is trusted, and lies in the pinned repository, not in another one."""
         section = key.removesuffix(".model")
@@ -243,13 +254,6 @@ class ModelChecks:
                 self.found.add(key, error.message, error.remedy)
 
     def _student(self, files: ModelFiles) -> None:
-        for file in foreign(files.path):
-            self.found.add(
-                "student.model",
-                f"{file} is a link to {os.path.realpath(file)}, out of the model: its contents "
-                "would get into the trained model",
-                "put the file itself there, or remove the link",
-            )
         if files.untrainable:
             remedy = "a causal language model of text"
             self.found.add("student.model", f"{files.path} {files.untrainable}", remedy)

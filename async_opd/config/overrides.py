@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import stat
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -121,10 +122,19 @@ def _named(keys: Iterable[str], names: list[str]) -> Iterable[str]:
 
 def _teachers(config: str | None) -> list[str]:
     """The teachers' names in a config, if a shell can show them; none if it cannot be read."""
+    from async_opd.config.load import MAX_CONFIG_BYTES
     from async_opd.config.yaml_text import YamlError, load_yaml
 
+    def opener(path: str, flags: int) -> int:  # a pipe would make the shell wait
+        return os.open(path, flags | os.O_NONBLOCK)
+
     try:
-        names = map(str, load_yaml(Path(str(config)).read_text())["teachers"])
+        with open(str(config), "rb", opener=opener) as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            content = file.read(MAX_CONFIG_BYTES + 1) if is_regular else b""
+        if len(content) > MAX_CONFIG_BYTES:
+            return []
+        names = map(str, load_yaml(content.decode())["teachers"])
         return [name for name in names if name.isprintable()]
     except (OSError, ValueError, LookupError, TypeError, YamlError):
         return []

@@ -227,6 +227,11 @@ class RunConfig(Section):
             return teacher.served_model
         return self.student.model if isinstance(teacher, SelfTeacher) else teacher.model
 
+    def template_model(self, name: str) -> str | None:
+        """The directory or hub id with a teacher's own template; None: a server's, not named."""
+        teacher = self.teachers[name]
+        return teacher.model if isinstance(teacher, EndpointTeacher) else self.teacher_model(name)
+
     @property
     def versions(self) -> int:
         """Number of weight versions of the run: one per ``sync_steps``, and one for a remainder."""

@@ -66,8 +66,7 @@ class RowImages:
         if own.count(None) != len(given):
             raise ValueError(self._misplaced(len(given), own.count(None)))
         if len(places) > self.max_images:
-            most = f"more than data.max_images ({self.max_images})"
-            raise ValueError(f"has {len(places)} images, {most}")
+            raise ValueError(self._too_many(len(places)))
         rest = iter(given)
         found = self._encoded([next(rest) if one is None else one for one in own])
         images = tuple(_media(encoded, self.max_pixels) for encoded in found)
@@ -80,6 +79,9 @@ class RowImages:
             fields = _replaced(fields, self.field, hashes)
         encoded = {image.sha256: one for image, one in zip(images, found, strict=True)}
         return replace(row, prompt=messages, fields=fields, images=images, encoded=encoded)
+
+    def _too_many(self, images: int) -> str:
+        return f"has {images} images, more than data.max_images ({self.max_images})"
 
     def _misplaced(self, images: int, places: int) -> str:
         where = f"{self.placeholder!r} in texts, or parts of type image" * bool(self.placeholder)
@@ -99,12 +101,16 @@ class RowImages:
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
         placeholder = self.placeholder if present else ""
+        texts = (message.get("content") for message in prompt if placeholder)
+        places = sum(text.count(placeholder) for text in texts if isinstance(text, str))
+        if places > self.max_images:  # before each becomes a part, which needs more memory
+            raise ValueError(self._too_many(places))
         messages = [_divided(message, placeholder) for message in prompt]
         if images and not self.placeholder and not any(_places(messages)):
             first = next((one for one in messages if one.get("role") == "user"), messages[0])
             text = first.get("content")
-            texts = text if isinstance(text, list) else [{"type": "text", "text": text}]
-            first["content"] = [*({"type": "image"} for _ in range(images)), *texts]
+            parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
+            first["content"] = [*({"type": "image"} for _ in range(images)), *parts]
         return messages
 
     def _encoded(self, values: list[Any]) -> list[bytes]:

@@ -29,7 +29,8 @@ def teacher_readers(config: RunConfig, text: Text) -> dict[str, Reader]:
     """
     readers: dict[str, Reader] = {}
     for name, teacher in config.teachers.items():
-        if teacher.own_template and is_hub_id(config.teacher_model(name)):
+        model = config.template_model(name) if teacher.own_template else None
+        if model is not None and is_hub_id(model):
             continue
         own = text.of_teacher(config, name)
         if own is not text or teacher.prompt_template is not None:

@@ -5,6 +5,7 @@ a part begins ──add_origin──► origin.json ──read_origins──► 
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def add_origin(
 ) -> None:
     """Appends this start. ``redacted`` hides secrets of the command. OSError."""
     command = redacted(shlex.join(["async_opd", *argv]))
-    origin = Origin(command, _versions(), _commit(Path(__file__).parent), clock(), device)
+    origin = Origin(command, _versions(), _commit(Path(__file__).parents[2]), clock(), device)
     content = _Origins.dump_json([*read_origins(run_dir), origin], indent=1)
     write_atomically(run_dir / ORIGIN, content.decode() + "\n")
 
@@ -76,16 +77,25 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit(folder: Path) -> str:
-    """The commit that is checked out there, with ``+changes`` if files differ; '' without git."""
+def _commit(checkout: Path) -> str:
+    """The commit that is checked out there, with ``+changes`` if files differ; '' without git.
+
+    An installed package may lie in the repository of another project, or of somebody else, whose
+    configuration names programs that git runs: no folder above the checkout is looked at.
+    """
+    if not (checkout / ".git").exists():
+        return ""
+    git = ["git", "--no-optional-locks", "-C", str(checkout)]
+    git += ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"]
     try:
         commit, changes = (
             subprocess.run(
-                ["git", "-C", str(folder), *arguments],
+                [*git, *arguments],
                 capture_output=True,
                 text=True,
                 timeout=GIT_S,
                 check=True,
+                env=os.environ | {"GIT_CEILING_DIRECTORIES": str(checkout.parent)},
             ).stdout.strip()
             for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
         )

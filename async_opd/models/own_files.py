@@ -8,6 +8,7 @@ become part of the trained model, which people publish. The files of the hub's c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from async_opd.files.foreign import ForeignPath
@@ -24,8 +25,19 @@ WEIGHTS = (
     "*.onnx",
 )
 """Weight files may be links: only their tensors are read."""
+PARTS = (
+    *("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.spm"),
+    *("*.vocab", "*.py", "*.md", "LICENSE*", "LICENCE*", "COPYING*"),
+    *("NOTICE*", "Notice*", "tokenizer.model.*"),
+)
+"""Names of files that a model consists of."""
 HIDDEN = ".*"
 TEMPLATES = "additional_chat_templates"
+
+
+def is_part(name: str) -> bool:
+    """Whether a model may have a file of this name."""
+    return any(fnmatchcase(name, pattern) for pattern in PARTS)
 
 
 def own_file(file: Path, model: Path) -> ForeignPath | None:

@@ -13,6 +13,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,23 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model"
 """Templates compare these words with their own, so that ``quoted`` puts no MARK into them."""
 MARK = "\ufdd0"
 """A noncharacter, which Unicode reserves for the inside of programs."""
+
+
+@contextmanager
+def no_panic() -> Iterator[None]:
+    """ValueError for a panic of tokenizers: pyo3 makes it a BaseException, as an exit is."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"tokenizers fails, for its tokenizer.json is broken: {error}") from None
+
+
+def encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. ValueError if the tokenizer is broken."""
+    with no_panic():
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
 class SpecialTokens:
@@ -66,12 +84,12 @@ class SpecialTokens:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text whose data is quoted. ValueError if a quoted part is a special token."""
-        ids = self._encoded(self._tokenizer, text, add_special_tokens)
+        ids = encoded(self._tokenizer, text, add_special_tokens)
         if MARK not in text:
             return ids
         expected = self._special(ids)  # with the MARKs in place only the template's own are found
         for tokenizer in (self._dropping, self._splitting):
-            ids = self._encoded(tokenizer, text, add_special_tokens)
+            ids = encoded(tokenizer, text, add_special_tokens)
             if self._special(ids) == expected:
                 return ids
         spelled = self.found(text.replace(MARK, ""))
@@ -103,7 +121,7 @@ class SpecialTokens:
         """ValueError for text without MARKs of which the tokenizer makes a special token."""
         if not self._in_other_forms:  # it looks for special tokens before it normalizes letters
             return
-        found = self._special(self._encoded(self._tokenizer, text, False))
+        found = self._special(encoded(self._tokenizer, text, False))
         if found:
             token = self._tokenizer.id_to_token(found[0])
             raise ValueError(
@@ -127,10 +145,6 @@ class SpecialTokens:
 
     def _special(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._ids]
-
-    @staticmethod
-    def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     @cached_property
     def _dropping(self) -> Tokenizer:

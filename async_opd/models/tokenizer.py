@@ -19,7 +19,7 @@ from async_opd.core.row import Media, PromptText, kinds_of
 from async_opd.models.chat_template import PARTS_PROBE, ChatTemplate, aligned_prefix
 from async_opd.models.json_files import read_json
 from async_opd.models.processor import ImageProcessor
-from async_opd.models.special_tokens import SpecialTokens
+from async_opd.models.special_tokens import SpecialTokens, encoded, no_panic
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
@@ -53,7 +53,8 @@ class Text:
         self.chat = chat or ChatTemplate(self._dir)
         file = self._dir / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            with no_panic():
+                self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises the bare class
             raise ValueError(f"{file} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # the file may ask for truncation and padding, which
@@ -89,11 +90,15 @@ class Text:
         return made
 
     def chat_of_teacher(self, config: RunConfig, name: str) -> ChatTemplate:
-        """A teacher's template: keys that its section does not set are the student's."""
+        """A teacher's template: keys that its section does not set are the student's. ValueError."""
         teacher = config.teachers[name]
         values, system = teacher.chat_template_kwargs, teacher.system_prompt or self.chat.system
         if teacher.own_template:
-            own = chat_of(teacher, Path(config.teacher_model(name)), self.chat.date)
+            model = config.template_model(name)
+            if model is None:
+                cause = f"teachers.{name} has own_template, but names no model that has a template"
+                raise ValueError(f"{cause}: set teachers.{name}.model")
+            own = chat_of(teacher, Path(model), self.chat.date)
             return replace(own, system=system)
         file = teacher.chat_template_file
         return ChatTemplate(
@@ -149,7 +154,7 @@ class Text:
     def _encoded(self, prompt: str) -> list[int]:
         """Token ids of a prompt without a chat template."""
         if self._parse:
-            return list(self._tokenizer.encode(prompt).ids)
+            return encoded(self._tokenizer, prompt)
         return self._special.encode(self._special.quoted(prompt))
 
     def spelled(self, prompt: PromptText) -> str | None:
@@ -158,24 +163,24 @@ class Text:
 
     def plain(self, text: str) -> list[int]:
         """Token ids of the text alone, without template and without added special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return encoded(self._tokenizer, text, add_special_tokens=False)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token alone, special ones included."""
-        return [str(self._tokenizer.decode([one], skip_special_tokens=False)) for one in ids]
+        """The text of each token alone, special ones included. ValueError."""
+        with no_panic():
+            return [str(self._tokenizer.decode([one], skip_special_tokens=False)) for one in ids]
 
     def decode(self, ids: list[int]) -> str:
-        """Text of a response, without special tokens."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        """Text of a response, without special tokens. ValueError: the tokenizer is broken."""
+        with no_panic():
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def token(self, token: int) -> str:
         """Text of one token as it stands within a text, with its leading space.
 
         Of part of a character, and of a special token, its name in the vocabulary.
         """
-        once, twice = (
-            str(self._tokenizer.decode([token] * n, skip_special_tokens=True)) for n in (1, 2)
-        )
+        once, twice = (self.decode([token] * n) for n in (1, 2))
         text = twice[len(once) :]  # a decoder may strip the space before the first token
         named = not text or "\ufffd" in text
         return str(self._tokenizer.id_to_token(token) or f"⟨{token}⟩") if named else text

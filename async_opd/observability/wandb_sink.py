@@ -135,6 +135,7 @@ class WandbSink(Sink):
                 "environment": environment(),
             },
             settings=wandb.Settings(
+                disable_git=True,  # a repository there may be of others: its settings name programs
                 silent=True,
                 console="off",
                 init_timeout=INIT_TIMEOUT_S,

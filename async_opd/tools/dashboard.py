@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import AsyncOPDError
+from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import indented
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
@@ -32,9 +32,10 @@ JSON = "dashboard.json"
 ABOUT = """\
 Saves a wandb workspace for the runs of a project: sections Learning, Staleness, Throughput,
 Teachers, Weight sync and Health; docs/dashboards.md says what each panel shows. Without a login it
-writes dashboard.json and prints the command that saves it.
+writes dashboard.json and prints the command that saves it. With a login a RUN_DIR, whose config
+may be of somebody else, needs --project.
 
-  async_opd dashboard runs/quickstart
+  async_opd dashboard runs/quickstart --project my-project
   async_opd dashboard config.yaml --entity my-team
 """
 
@@ -43,6 +44,8 @@ def add_dashboard(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``async_opd dashboard``."""
     parser.description = ABOUT
     parser.add_argument("path", metavar="RUN_DIR|CONFIG", help="run directory or YAML file")
+    what = "wandb project (default: log.project of the config)"
+    parser.add_argument("--project", metavar="P", help=what)
     parser.add_argument("--entity", metavar="E", help="wandb user or team (default: your own)")
     parser.set_defaults(command=_dashboard)
 
@@ -52,6 +55,14 @@ def _dashboard(given: argparse.Namespace) -> int:
     of_run = path.is_dir()
     folder = path if of_run else Path()
     config = load_config(foreign(path) / "config.yaml" if of_run else path, recorded=of_run)
+    if given.project:
+        config = config.model_copy(
+            update={"log": config.log.model_copy(update={"project": given.project})}
+        )
+    elif of_run and own_mode() == "online":  # its author may be somebody else
+        message = f"found {config.log.project!r}, named by {path}: a project in your own account"
+        remedy = f"if it is the right one: --project {shlex.quote(config.log.project)}"
+        raise ConfigError([Problem("command line", "--project", message, remedy)])
     print(indented(save(config, folder, given.entity, given.path)))
     return 0
 
@@ -96,7 +107,7 @@ def save(config: RunConfig, folder: Path, entity: str | None = None, given: str 
     """
     project, path = config.log.project, folder / JSON
     online = own_mode() == "online"
-    named = f" --entity {entity}" if entity else ""
+    named = f" --project {shlex.quote(project)}" + (f" --entity {entity}" if entity else "")
     entity = entity or os.environ.get("WANDB_ENTITY") or (_default_entity() if online else "entity")
     made = workspace(entity, project)
     write_atomically(path, spec(made) + "\n", durable=False)

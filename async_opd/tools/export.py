@@ -12,7 +12,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from async_opd.config.secrets import Redactor
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.printable import on_one_line
 from async_opd.files.foreign import ForeignPath
-from async_opd.models.own_files import TEMPLATES
+from async_opd.models.own_files import TEMPLATES, is_part
 
 if TYPE_CHECKING:
     from async_opd.files.foreign import Place
@@ -39,12 +38,6 @@ directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private un
   async_opd export s3://bucket/runs/a/step_100 out
 """
 CARD, ADAPTER = "README.md", "adapter"
-PARTS = (
-    *("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.spm"),
-    *("*.vocab", "*.py", "*.md", "LICENSE*", "LICENCE*", "COPYING*"),
-    *("NOTICE*", "Notice*", "tokenizer.model.*"),
-)
-"""Names of files that a model consists of."""
 FOLDERS = ("", ADAPTER, TEMPLATES)
 """Folders of a model with such files."""
 CHUNK = 8 << 20
@@ -202,7 +195,7 @@ def _sizes(model: ForeignPath) -> tuple[dict[ForeignPath, int], list[str]]:
         folder = "/".join(file.parts[1:-1])
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-        if folder in FOLDERS and any(fnmatchcase(file.name, pattern) for pattern in PARTS):
+        if folder in FOLDERS and is_part(file.name):
             sizes[file] = size
         else:
             others.append("/".join(file.parts[1:]))

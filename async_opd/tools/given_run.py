@@ -34,7 +34,7 @@ from async_opd.models.families import refused
 from async_opd.models.hub import named_models, naming_faults
 
 TEMPLATE = ".jinja"
-SAME_CLUSTER = (None, "auto", "local")
+SAME_CLUSTER = (None, "local")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_damaged_elsewhere_is_an_error_with_its_line(tmp_path: Path) -> None:
     (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\nnonsense\n{"dead":["p/0"]}\n')
-    with pytest.raises(AuditError, match="line 2, is not a JSON"):
+    with pytest.raises(AuditError, match="line 2, is not an entry of a journal"):
         audit(tmp_path)
 
 
@@ -188,3 +188,16 @@ def test_a_run_directory_of_another_format_is_not_audited(tmp_path: Path) -> Non
     (tmp_path / FORMAT_FILE).write_text('{"run_format": 99}')
     with pytest.raises(ConfigError, match="found 99, expected"):
         audit(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"admitted": 7}, {"trained": [["p/0"]]}, {"dead": "p/0"}, {"step": "one"}, {"step": None}],
+)
+def test_a_journal_with_odd_types_is_refused_with_its_line(
+    tmp_path: Path, entry: dict[str, object]
+) -> None:
+    write_run_format(tmp_path)
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(entry) + "\n")
+    with pytest.raises(AuditError, match=r"ledger\.jsonl, line 1,"):
+        audit(str(tmp_path))

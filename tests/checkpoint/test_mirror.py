@@ -22,7 +22,12 @@ from hypothesis import strategies as st
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.accounting.lineage import Lineage
-from async_opd.checkpoint.earlier_run import is_completed, refuse_mirrored, take_mirrored
+from async_opd.checkpoint.earlier_run import (
+    is_completed,
+    refuse_another,
+    refuse_mirrored,
+    take_mirrored,
+)
 from async_opd.checkpoint.fetched_run import run_at
 from async_opd.checkpoint.mirror import TRIES, Mirror
 from async_opd.checkpoint.resume import identity
@@ -460,6 +465,7 @@ def test_a_run_that_completed_without_checkpoints_is_completed_elsewhere(tmp_pat
     assert "completed run is taken" in take_mirrored(URL, tmp_path / "other", IDENTITY)[0]
     assert is_completed(tmp_path / "other")
     assert not (tmp_path / "other/.mirror.partial").exists()
+    refuse_another(tmp_path / "other", IDENTITY)  # it is known to be of this run
 
 
 def test_the_end_of_another_run_without_checkpoints_is_not_removed(

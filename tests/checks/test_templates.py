@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks.inputs import found, model
+from async_opd.data.teacher_prompts import teacher_readers
+from async_opd.models.tokenizer import Text
+from tests.checks.inputs import config, found, model
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 THINKS = "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
@@ -73,3 +75,24 @@ def test_a_server_without_a_model_has_no_template_of_its_own(student: str) -> No
         "teachers.sort={kind: endpoint, urls: ['http://a'], served_model: m, own_template: true}"
     )
     assert "teachers.sort.own_template" in {problem.key for problem in found(student, server)}
+
+
+SERVER = "{kind: endpoint, urls: ['http://a'], served_model: m, own_template: true"
+
+
+def test_a_servers_own_template_is_not_read_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, student: str
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "chat_template.jinja").write_text("theirs")
+    monkeypatch.chdir(tmp_path)
+    given = config(student, f"teachers.sort={SERVER}}}")
+    with pytest.raises(ValueError, match=r"set teachers\.sort\.model"):
+        teacher_readers(given, Text.of(given))
+
+
+def test_a_servers_own_template_is_that_of_its_model(tmp_path: Path, student: str) -> None:
+    teacher = model(tmp_path, "teacher-sort")
+    (teacher / "chat_template.jinja").write_text("its own")
+    given = config(student, f"teachers.sort={SERVER}, model: {teacher}}}")
+    assert Text.of(given).chat_of_teacher(given, "sort").text == "its own"

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,15 @@ def test_a_row_with_more_images_than_engines_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r"has 2 images, more than data\.max_images \(1\)"):
         row_of(fields, max_images=1)
     assert len(row_of(fields, max_images=2).images) == 2
+
+
+def test_placeholders_are_counted_before_each_becomes_a_part() -> None:
+    fields = {"prompt": "<image>" * 300_000, "images": []}
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"has 300000 images, more than data\.max_images"):
+        row_of(fields)
+    assert tracemalloc.get_traced_memory()[1] < 5 * len(fields["prompt"])
+    tracemalloc.stop()
 
 
 def test_images_of_a_row_that_are_too_many_bytes_are_refused(tmp_path: Path) -> None:

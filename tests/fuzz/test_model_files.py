@@ -62,7 +62,7 @@ def read(folder: Path, changes: dict[str, bytes], support: str) -> Said:
     shutil.rmtree(model, ignore_errors=True)
     model.mkdir()
     for file in STUDENT.iterdir():
-        (model / file.name).symlink_to(file)
+        shutil.copyfile(file, model / file.name)
     for name, content in changes.items():
         (model / name).unlink(missing_ok=True)
         (model / name).write_bytes(content)

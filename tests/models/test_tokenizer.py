@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -138,3 +139,17 @@ def test_a_response_ends_with_the_models_tokens_and_with_the_end_of_a_turn(tmp_p
     (path / "generation_config.json").write_text('{"eos_token_id": [5]}')
     assert Text(path).response_ends() == (5, 2)
     assert Text(path, "never").response_ends() == (5,)
+
+
+@pytest.mark.parametrize("use", ["decode", "pieces", "token"])
+def test_a_panic_of_the_tokenizer_is_a_value_error(
+    tmp_path: Path, quickstart: str, use: str
+) -> None:
+    folder = with_template(tmp_path, quickstart, None)
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["decoder"] = {"type": "Strip", "content": "0", "start": 0, "stop": 9}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    text = Text(folder)
+    (zero,) = text.plain("0")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is broken"):
+        getattr(text, use)(zero if use == "token" else [zero])

@@ -124,3 +124,12 @@ def test_the_warning_about_it_does_not_command_the_terminal(run_dir: Path) -> No
     with pytest.warns(UserWarning, match="not copied") as caught:
         assert exported(run_dir, "checkpoints/step_2").code == 0
     assert commands("".join(str(warning.message) for warning in caught)) == []
+
+
+def test_a_trained_model_has_no_file_that_no_part_of_a_model_is_called(run_dir: Path) -> None:
+    names = ("hf_quant_config.json", "program", "merges.txt")
+    for name in names:
+        (run_dir.parent / "student" / name).write_text("{}")
+    assert exported(run_dir, "checkpoints/step_2").code == 0
+    found = {path.name for path in (run_dir.parent / "out").iterdir()}
+    assert found & set(names) == {"merges.txt"}

@@ -89,6 +89,21 @@ def test_check_refuses_a_student_with_a_file_from_elsewhere(
     assert f"{link} is a link to {secret}" in said.err
 
 
+@pytest.mark.parametrize(
+    "section", ["", "kind: endpoint, urls: ['http://127.0.0.1:9'], served_model: m, "]
+)
+def test_check_refuses_a_teacher_with_a_file_from_elsewhere(
+    tmp_path: Path, secret: Path, section: str
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(STUDENT.parent / "teacher-sort", teacher)
+    (teacher / "chat_template.jinja").symlink_to(secret)
+    given = f"teachers.sort={{{section}model: {teacher}, own_template: true}}"
+    said = command("check", str(written(tmp_path, good(tmp_path))), given)
+    assert said.code == 2
+    assert f"chat_template.jinja is a link to {secret}" in said.err
+
+
 def test_hidden_files_of_the_directory_are_not_exported_under_another_name(
     tmp_path: Path, model: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The receiver of the user's key for wandb: chosen by the user, by no file of the directory."""
+"""wandb in folders of strangers: the receiver of the user's key, and code beside the run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests.security.repositories import repository_with_code
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +115,32 @@ def test_a_config_folder_of_the_environment_may_be_named_from_here(tmp_path: Pat
             WANDB_API_KEY=KEY, WANDB_CONFIG_DIR="folder",
         )  # fmt: skip
     assert "modes offline" in said
+
+
+LOG = """
+import sys
+from pathlib import Path
+from async_opd.observability.sinks import Summary
+from async_opd.observability.wandb_sink import WandbSink
+from tests.observability.test_wandb_sink import config
+run_dir = Path(sys.argv[1])
+sink = WandbSink(config(), run_dir)
+sink.start()
+sink.log(1, {"loss": 1.0})
+sink.close(Summary("completed", None, 1, 1.0, run_dir, {}))
+"""
+
+
+def test_a_repository_around_the_run_directory_runs_no_code(tmp_path: Path) -> None:
+    repository, ran = repository_with_code(tmp_path)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    kept |= {"PYTHONPATH": str(Path(__file__).parents[2]), "HOME": str(tmp_path)}
+    subprocess.run(
+        [sys.executable, "-c", LOG, str(repository)],
+        cwd=repository,
+        env=kept | {"WANDB_SAVE_CODE": "true"},
+        timeout=120,
+        check=True,
+    )
+    assert list((repository / "wandb").glob("offline-run-*"))
+    assert not ran.exists()

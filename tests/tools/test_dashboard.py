@@ -71,13 +71,13 @@ def _write_config(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config()))
 
 
-async def dashboard(run_dir: Path, **environment: str) -> tuple[int, str]:
+async def dashboard(run_dir: Path, *options: str, **environment: str) -> tuple[int, str]:
     """The command in a process of its own; exit code and output."""
     _write_config(run_dir)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     own = {"HOME": str(run_dir), "NETRC": str(run_dir / "netrc"), **environment}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "async_opd.cli", "dashboard", str(run_dir)),
+        *(sys.executable, "-m", "async_opd.cli", "dashboard", str(run_dir), *options),
         env=kept | own,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -100,7 +100,9 @@ def test_the_printed_command_names_what_was_given(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     told = made.save(config(), tmp_path, "team", "my run.yaml")
-    assert told.endswith("wandb login && async_opd dashboard 'my run.yaml' --entity team")
+    assert told.endswith(
+        "wandb login && async_opd dashboard 'my run.yaml' --project our-project --entity team"
+    )
 
 
 @pytest.fixture
@@ -137,7 +139,9 @@ async def test_with_a_login_the_workspace_is_saved_on_the_server(
     server: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     url, asked = server
-    code, output = await dashboard(tmp_path / "run", WANDB_BASE_URL=url, WANDB_API_KEY="k" * 40)
+    code, output = await dashboard(
+        *(tmp_path / "run", "--project", "our-project"), WANDB_BASE_URL=url, WANDB_API_KEY="k" * 40
+    )
     assert code == 0, output
     (saved,) = [one["variables"] for one in asked if "upsertView" in one["query"]]
     assert (saved["entityName"], saved["projectName"]) == ("our-team", "our-project")
@@ -145,3 +149,13 @@ async def test_with_a_login_the_workspace_is_saved_on_the_server(
     titles = [panel.title for panel in panels()]
     assert [title for title in titles if f'"{title}"' in saved["spec"]] == titles
     assert "the dashboard is saved: http" in output
+
+
+async def test_a_run_directory_does_not_choose_a_project_of_the_users_account(
+    server: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    url, asked = server
+    code, output = await dashboard(tmp_path / "run", WANDB_BASE_URL=url, WANDB_API_KEY="k" * 40)
+    assert code == 2
+    assert "--project our-project" in output
+    assert not [one for one in asked if "upsertView" in one["query"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from trainer.learner import Learner
 from trainer.rank import Rank
 from trainer.saving import state as state_module
 from trainer.saving.state import frozen_digest
-from trainer.student.adapters import LORA, adapter_state, add_adapters, halve_frozen, plain_state
+from trainer.student.adapters import (
+    LORA,
+    adapter_state,
+    add_adapters,
+    halve_frozen,
+    plain_state,
+    write_adapter,
+)
 from trainer.student.check import check_rank, check_student
 from trainer.student.named_weights import named_weights
 
@@ -290,3 +298,9 @@ def test_no_error_of_a_later_sync_adds_up() -> None:
         dict(made.named_weights())
     one, two = dict(made.named_weights()), dict(silent.named_weights())
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_an_adapters_files_name_no_folder_of_this_machine(tmp_path: Path) -> None:
+    write_adapter(learned(), "/home/me/private/student", {}, tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "student"

@@ -23,7 +23,7 @@ from async_opd.core.printable import on_one_line
 from async_opd.files.durable import flush
 from async_opd.files.safe_open import FOLDER_MODE, regular_file, remove_tree
 from async_opd.models.json_files import read_json
-from async_opd.models.own_files import foreign, own_file, texts
+from async_opd.models.own_files import foreign, is_part, own_file, texts
 from async_opd.models.tokenizer import text_settings
 from trainer.student.adapters import LORA, write_adapter
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from async_opd.config.sections.train import ExportDtype
 
 ADAPTER_FOLDER = "adapter"
-NOT_COPIED = ("config.json", "*.index.json")
-"""Files that are written here. All other files but weights are copied: tokenizer, generation
-config, model code."""
+NOT_COPIED = ("config.json", "*.index.json", "hf_quant_config.json")
+"""Files that are written here, and one that says how weights are quantized, which these are not.
+All other parts of a model but weights are copied: tokenizer, generation config, model code."""
 TEXT_BYTES = 1 << 30
 """Most that these have together: larger ones are left out. Tokenizers have some 50 MB."""
 
@@ -202,11 +202,13 @@ def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
 def _copy_rest(source: Path, part: Path) -> None:
     """Copies the source's files but weights and config; of its folders only the templates.
 
-    A link to a file outside of the source is not copied, with a warning, nor is a file that is too
-    large, which would fill the disk in the place of the trained model.
+    A file whose name no part of a model has is not copied, as in an export of the model. A link to
+    a file outside of the source is not copied, with a warning, nor is a file that is too large,
+    which would fill the disk in the place of the trained model.
     """
     files = ((own_file(file, source), file.relative_to(source)) for file in texts(source))
-    own = [(real, name) for real, name in files if real and not any(map(name.match, NOT_COPIED))]
+    parts = ((real, name) for real, name in files if real and is_part(name.name))
+    own = [(real, name) for real, name in parts if not any(map(name.match, NOT_COPIED))]
     sizes = {name: real.stat().st_size for real, name in own}
     shown, left = on_one_line(str(source)), TEXT_BYTES
     for real, name in sorted(own, key=lambda one: sizes[one[1]]):

@@ -140,12 +140,16 @@ def adapter_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def write_adapter(model: Any, source: str, tensors: Tensors, folder: Path) -> None:
     """Writes a PEFT directory: the adapters' own tensors, by parameter name, and their config.
 
-    ``source`` is the model that they adapt; of a copy in the hub's cache its id is written.
+    ``source`` is the model that they adapt: its id is written, or of a directory its name, because
+    the adapter is published.
     """
     from safetensors.torch import save_file
 
     settings = next(iter(model.peft_config.values()))
-    settings.base_model_name_or_path, settings.revision = hub_id(source) or (source, None)
+    settings.base_model_name_or_path, settings.revision = hub_id(source) or (
+        Path(source).name,
+        None,
+    )
     settings.task_type, settings.inference_mode = "CAUSAL_LM", True
     folder.mkdir(mode=FOLDER_MODE)
     settings.save_pretrained(folder)

@@ -12,6 +12,7 @@ from typing import Any
 from async_opd.config.overrides import add_overrides
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
+from async_opd.files.foreign import foreign
 
 INIT = """\
 Writes a commented config of a student, its teachers and their prompts, after the checks of
@@ -27,10 +28,12 @@ directory; the file names them relative to itself.
 QUICKSTART = """\
 Distils two small teachers into one student on two CPU cores, in about four minutes: the real
 pipeline, on models and data that come with async_opd. DIR then has quickstart.yaml and its inputs,
-to read and to change: existing files are kept.
+to read and to change: existing files are kept. A quickstart.yaml that was changed is run
+where DIR is named.
 
   async_opd quickstart
   async_opd quickstart first --set train.steps=50
+  async_opd quickstart .
 """
 COMPLETION = """\
 Prints the script that makes a shell complete commands, options, files and config keys.
@@ -70,6 +73,20 @@ def refuse_folder(folder: Path) -> None:
     else:
         return
     raise ConfigError([Problem("command line", "DIR", message, remedy)])
+
+
+def refuse_unnamed(config: Path) -> None:
+    """ConfigError for a config that this command did not write: it may run code of others."""
+    try:
+        found = (foreign(config.parent) / config.name).read()
+    except FileNotFoundError:
+        return
+    except OSError:  # a link or a pipe, which this command does not write either
+        found = b""
+    if found != (packaged() / CONFIG).read_bytes():
+        message = f"{config.name} is here already, and is not the one of this version"
+        remedy = "if it is yours, name its directory: async_opd quickstart ."
+        raise ConfigError([Problem("command line", "DIR", message, remedy)])
 
 
 def copy_to(folder: Path) -> list[Path]:
@@ -117,7 +134,7 @@ def add_quickstart(parser: argparse.ArgumentParser) -> None:
     parser.description = QUICKSTART
     parser.set_defaults(command=_quickstart)
     what = "directory for the config, its inputs and runs (default: this one)"
-    parser.add_argument("folder", nargs="?", default=".", metavar="DIR", help=what)
+    parser.add_argument("folder", nargs="?", metavar="DIR", help=what)
     what = "check everything that a run needs, without writing or starting anything"
     parser.add_argument("--dry-run", action="store_true", help=what)
     add_overrides(parser, bare=False)
@@ -185,8 +202,12 @@ def _asked(question: str, default: str) -> str:
 def _quickstart(given: argparse.Namespace) -> int:
     from async_opd.cli import main
 
-    folder = Path(given.folder)
+    folder = Path(given.folder or ".")
     config = folder / CONFIG
+    if given.folder is None:  # the working directory may be a downloaded one
+        refuse_unnamed(config)
+    if config.exists():
+        print(on_one_line(f"runs {config}, which is there already"), flush=True)
     if given.dry_run:
         refuse_folder(folder)
         config = config if config.exists() else packaged() / CONFIG

@@ -44,11 +44,11 @@ def figures_of(runs: Sequence[RecordedRun]) -> tuple[tuple[str, ...], list[tuple
 def differing_keys(runs: Sequence[RecordedRun]) -> list[tuple[str, ...]]:
     """(key, value in each run) of the config keys whose values differ, without secrets."""
     trees = [run.config.model_dump(mode="json", by_alias=True) for run in runs]
-    hide = [Redactor(tree) for tree in trees]
+    hide = Redactor()  # not the variables that a stranger's config names: it could ask for values
     flat = [dict(_flat(tree)) for tree in trees]
     keys = sorted({key for one in flat for key in one})
     return [
-        (key, *(h(_written(one, key)) for h, one in zip(hide, flat, strict=True)))
+        (key, *(hide(_written(one, key)) for one in flat))
         for key in keys
         if key.split(".")[0] not in NO_DIFFERENCE and len({_written(one, key) for one in flat}) > 1
     ]

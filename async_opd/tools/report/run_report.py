@@ -163,5 +163,5 @@ def _reproduce(run: RecordedRun) -> str:
             "async_opd run RUN_DIR/config.yaml --run-dir NEW_DIR starts the same run again."
         ]
     )
-    hide = Redactor(run.config.model_dump(mode="json", by_alias=True))
+    hide = Redactor()  # not the variables that a stranger's config names: it could ask for values
     return html + folded("The whole config", hide(dump_config(run.config)))

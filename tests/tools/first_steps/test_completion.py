@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_opd.cli import main
+from async_opd.config.load import MAX_CONFIG_BYTES
 from async_opd.config.overrides import completions
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "quickstart.yaml")
@@ -34,6 +35,20 @@ def test_teachers_have_the_names_of_the_config() -> None:
     assert keys("teachers.", EXAMPLE) == ["teachers.sort.", "teachers.reverse."]
     assert "teachers.sort.weight=" in keys("teachers.s", EXAMPLE)
     assert keys("teachers.", "/no/such.yaml") == []
+
+
+def test_a_pipe_or_a_large_file_in_place_of_a_config_has_no_teachers(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert keys("teachers.", str(tmp_path / "pipe.yaml")) == []  # and nobody waits
+    with (tmp_path / "large.yaml").open("w") as file:
+        file.write("teachers: {sort: {}}\n#")
+        file.truncate(MAX_CONFIG_BYTES + 1)
+    assert keys("teachers.", str(tmp_path / "large.yaml")) == []
+
+
+def test_a_config_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.yaml").symlink_to(EXAMPLE)
+    assert keys("teachers.", str(tmp_path / "link.yaml")) == ["teachers.sort.", "teachers.reverse."]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

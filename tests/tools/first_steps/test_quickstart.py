@@ -67,6 +67,44 @@ def test_what_the_user_changed_is_kept(
     assert (tmp_path / CONFIG).read_text() == "mine"
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_config_that_the_command_did_not_write_is_run_only_where_its_directory_is_named(
+    quickstart: Callable[..., argparse.Namespace],
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy_to(tmp_path)
+    (tmp_path / CONFIG).write_text("theirs")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"name its directory: async_opd quickstart \."):
+        quickstart(*options)
+    assert quickstart(".", *options).config == str(tmp_path / CONFIG)
+
+
+def test_a_link_is_no_config_that_the_command_wrote(
+    quickstart: Callable[..., argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_to(tmp_path)
+    (tmp_path / CONFIG).rename(tmp_path / "other.yaml")
+    (tmp_path / CONFIG).symlink_to("other.yaml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is not the one of this version"):
+        quickstart()
+
+
+def test_the_command_runs_twice_in_a_directory_and_names_the_file(
+    quickstart: Callable[..., argparse.Namespace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = quickstart(), quickstart()
+    assert first.config == second.config == str(tmp_path / CONFIG)
+    assert "runs quickstart.yaml, which is there already" in capsys.readouterr().out
+
+
 def test_another_folder_of_the_name_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "quickstart").mkdir()
     with pytest.raises(ConfigError, match="name another directory"):

@@ -251,3 +251,11 @@ def test_steps_of_other_settings_are_bit_equal(
     for step in (5, 12):
         code, found = replay(tmp_path, step, capsys)
         assert (code, found["equal"]) == (0, True), found
+
+
+def test_a_step_is_not_kept_through_a_link(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("mine")
+    name = kept_name(STEPS, 0, 1)
+    (run_dir / KEPT / f".{name}.partial").symlink_to(tmp_path / "outside")
+    changed(run_dir, STEPS, lambda step: step)
+    assert (tmp_path / "outside").read_text() == "mine"

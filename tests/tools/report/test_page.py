@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +16,7 @@ from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cli import main
 from async_opd.config.load import load_config
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError
 from async_opd.files.origin import add_origin, read_origins
 from async_opd.observability.sinks import Summary
@@ -322,3 +324,19 @@ def test_an_origin_that_was_changed_is_none(tmp_path: Path) -> None:
 def test_a_negative_price_is_refused(run: RecordedRun) -> None:
     with pytest.raises(ConfigError, match="gpu_hour_price"):
         load_config(run.folder / "config.yaml", ["report.gpu_hour_price=-1"])
+
+
+def test_a_config_does_not_say_of_which_variables_the_values_are_hidden(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATE_HOST", "buildbox-417")
+    server = EndpointTeacher(
+        kind="endpoint",
+        urls=["http://127.0.0.1:9"],
+        served_model="buildbox-417",
+        api_key_env="PRIVATE_HOST",
+    )
+    theirs = replace(run, config=run.config.model_copy(update={"teachers": {"t": server}}))
+    keys = {key: values for key, *values in differing_keys([run, theirs])}
+    assert keys["teachers.t.served_model"][1] == '"buildbox-417"'
+    assert "served_model: buildbox-417" in report(theirs, judge(run), "")
