@@ -108,7 +108,7 @@ def write_kept(path: Path, kept: KeptStep) -> int:
     record = msgspec.json.encode(kept.record).decode()
     metadata = {"record": record, "samples": samples}
     part = path.with_name(f".{path.name}.partial")
-    part.unlink(missing_ok=True)  # save_file would write through a link
+    part.unlink(missing_ok=True)  # save_file of safetensors 0.5 writes through a link
     try:
         save_file(arrays, part, metadata=metadata | {"sha256": _digest(arrays, metadata)})
         part.replace(path)
