@@ -90,7 +90,7 @@ class Text:
         return made
 
     def chat_of_teacher(self, config: RunConfig, name: str) -> ChatTemplate:
-        """A teacher's template: keys that its section does not set are the student's. ValueError."""
+        """A teacher's template; keys that its section lacks are the student's. ValueError."""
         teacher = config.teachers[name]
         values, system = teacher.chat_template_kwargs, teacher.system_prompt or self.chat.system
         if teacher.own_template:

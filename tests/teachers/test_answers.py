@@ -98,7 +98,7 @@ WHOLE = answer(SOUND[0])
             WHOLE,
             "answered with 2 other samples",
         ),
-        (ASKED, ASKED, "items that are no samples"),
+        (ASKED, ASKED, "items that are not samples"),
         (ASKED, replace(WHOLE, buffer=WHOLE.buffer[:-1]), "does not fit its headers"),
     ],
     ids=["another length", "a token twice", "others", "rollouts", "cut off"],

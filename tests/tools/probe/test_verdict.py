@@ -51,7 +51,7 @@ UNGRADED = {"headroom": None}
         (FOREIGN | {"start": Start(7, 0.3, 0.001)}, "will_teach", ""),
         (FOREIGN | {"start": Start(7, 0.9, 0.2)}, "will_teach", ""),
         (FOREIGN | {"later_gap": 4.5}, "will_teach", ""),
-        (UNGRADED, "will_teach", "without a grader nobody knows who is better"),
+        (UNGRADED, "will_teach", "without a grader the better model is not known"),
         (UNGRADED | {"forward": 1e-6}, "equal", ""),
         (UNGRADED | {"reach": 0.1}, "nothing_to_reach", ""),
     ],
