@@ -150,7 +150,8 @@ class ModelChecks:
 
     def _quantization(self, key: str, files: ModelFiles) -> None:
         """Checks that an engine runs no function that a model's quantization settings name."""
-        if (unknown := files.unknown_quantization) and not self._is_trusted(key):
+        unknown = files.unknown_quantization if key in self._engine_keys() else ""
+        if unknown and not self._is_trusted(key):
             known = ", ".join(sorted(QUANTIZATIONS))
             message = f"{files.path} has {unknown}, whose settings may run code in an engine"
             remedy = f"take a model without it, or of one of these methods: {known}; or read its "

@@ -390,7 +390,12 @@ class Remote:
             await asyncio.sleep(RETRY_S)
 
     async def _with_node(self, failure: StageError, what: str) -> StageError:
-        """A death with its machine, if that is lost, or one of several that its log may be on."""
+        """A death with its machine, if that is lost, or one of several that its log may be on.
+
+        The death of another process, which comes through this one, keeps its name.
+        """
+        if failure.stage != self.name:
+            return failure
         found: Mapping[str, Node] = {}
         if isinstance(failure, ProcessDied):
             with suppress(StageError):  # the head does not answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -21,11 +21,18 @@ ROOT: Any = RunConfig
 class Removed:
     """Why a key of earlier versions was removed, and what replaces it.
 
-    ``default`` was its default, which saved configs have: with it the key changes nothing.
+    ``value`` is what the other keys of its section give now; None where nothing replaces it.
     """
 
     why: str
-    default: Any = None
+    value: Callable[[Mapping[str, Any]], float] | None = None
+
+    def changes_nothing(self, name: str, section: Mapping[str, Any]) -> bool:
+        """Whether a section has the key with the value that replaces it."""
+        try:
+            return self.value is not None and section[name] == self.value(section)
+        except TypeError:  # another key of the section is not a number: it has its own problem
+            return False
 
 
 REMOVED = {
@@ -34,22 +41,28 @@ REMOVED = {
         "vary (docs/adr/0008-no-scoring-while-decoding.md)"
     ),
     "teachers.*.health.min_response_tokens_per_s": Removed(
-        "the speed of one response is a fortieth of health.min_tokens_per_s, that of a replica", 5
+        "the speed of one response is a fortieth of health.min_tokens_per_s, that of a replica",
+        lambda health: health.get("min_tokens_per_s", 200) / 40,
     ),
     "train.lora.dropout": Removed(
         "the engines sample without dropout, and with it the student would be trained as another "
         "model than the one that was sampled",
-        0,
+        lambda lora: 0,
     ),
-    "sync.tries": Removed("a sync that fails without a failed replica is tried 3 times", 3),
+    "sync.tries": Removed(
+        "a sync that fails without a failed replica is tried 3 times", lambda sync: 3
+    ),
     "eval.samples_total_mib": Removed(
-        "all files of answers take at most 64 times eval.samples_mib", 1024
+        "all files of answers take at most 64 times eval.samples_mib",
+        lambda evaluation: evaluation.get("samples_mib", 16) * 64,
     ),
     "guardrail.baseline_steps": Removed(
-        "the baseline of the length is the mean of the first guardrail.window steps", 10
+        "the baseline of the length is the mean of the first guardrail.window steps",
+        lambda guardrail: guardrail.get("window", 10),
     ),
     "supervision.heartbeat_s": Removed(
-        "heartbeats come six times in supervision.timeout_s: lower or raise that", 10
+        "heartbeats come six times in supervision.timeout_s: lower or raise that",
+        lambda supervision: supervision.get("timeout_s", 60) / 6,
     ),
 }
 """By patterns of keys that earlier versions had."""
@@ -123,14 +136,14 @@ def why_removed(key: str) -> str | None:
 
 
 def drop_removed(tree: dict[Any, Any], *, all_values: bool = False) -> None:
-    """Deletes keys of earlier versions from a config's content: those with their defaults, or all.
+    """Deletes keys of earlier versions from a config's content that change nothing, or all.
 
     With ``all_values`` it is the config of a run that has begun, which no user can correct.
     """
     for pattern, removed in REMOVED.items():
         *outer, name = pattern.split(".")
         for section in _below_pattern(tree, outer):
-            if name in section and (all_values or section[name] == removed.default):
+            if name in section and (all_values or removed.changes_nothing(name, section)):
                 del section[name]
 
 

@@ -66,8 +66,7 @@ def load_config(
     that of a run directory, reads no environment variable, its names may have any characters, and
     keys of it that were removed since are ignored.
     """
-    source = _prepared(path, overrides, folder, recorded)
-    drop_removed(source.tree, all_values=recorded)
+    source = _prepared(path, overrides, folder, recorded, without_removed=recorded)
     found = _validated(source)
     if source.problems or not isinstance(found, RunConfig):
         raise ConfigError(_without_secrets(source))
@@ -83,7 +82,6 @@ def load_recorded_config(
     of whole sections, of keys that do not go together, and of overrides raise ConfigError.
     """
     source = _prepared(path, overrides, recorded=True)
-    drop_removed(source.tree)
     left_out: list[Problem] = []
     while not source.problems:
         found = _validated(source)
@@ -110,8 +108,12 @@ def _prepared(
     overrides: Sequence[str],
     folder: Path | None = None,
     recorded: bool = False,
+    without_removed: bool = False,
 ) -> _Source:
-    """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
+    """The file with its overrides, before it is validated. ConfigError if it cannot be read.
+
+    ``without_removed``: keys of earlier versions are ignored, whatever their values are.
+    """
     if isinstance(path, Mapping):
         source = _Source("the config", _copied(path), recorded)
     else:
@@ -119,6 +121,7 @@ def _prepared(
         source = _Source(str(path), tree, recorded)
         folder = Path(str(path)).resolve().parent
     source.check_secrets()
+    drop_removed(source.tree, all_values=without_removed)
     for override in overrides:
         source.override(override)
     source.check_secrets()

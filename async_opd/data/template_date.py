@@ -48,10 +48,11 @@ def _reads_date(config: RunConfig) -> bool:
 
     A template that cannot be read calls nothing: the checks of a run report it.
     """
-    models = (config.student.model, *map(config.teacher_model, config.teachers))
+    own, teachers = config.student.model, config.teachers.items()
+    models = [own, *(config.template_model(n) if t.own_template else own for n, t in teachers)]
     for section, model in zip((config.student, *config.teachers.values()), models, strict=True):
         try:
-            if DATED in (chat_of(section, Path(model)).text or ""):
+            if model is not None and DATED in (chat_of(section, Path(model)).text or ""):
                 return True
         except (OSError, ValueError, LookupError, TypeError):
             continue

@@ -268,7 +268,8 @@ def _quantization_method(settings: object) -> str:
         return ""
     producer = settings.get("producer")
     older = producer.get("name") if isinstance(producer, Mapping) else None
-    return str(settings.get("quant_method") or older or "").lower()
+    found = str(settings.get("quant_method") or older or "").lower()
+    return found.replace("compressed_tensors", "compressed-tensors")
 
 
 def _text(value: object) -> str | None:

@@ -82,12 +82,12 @@ def given_config(
     refuse_other_formats(place)
     where = str(place / "config.yaml")
     config = load_config(place / "config.yaml", recorded=True)
-    code, problems = dict(_named_code(config)), list[Problem]()
+    code, problems = dict(_named_code(config, replayed)), list[Problem]()
     if record is not None:
         of_run, config = config, load_config(record, (), place.root, recorded=True)
         # the record has the cluster that the environment named then
         config = config.model_copy(update={"cluster": of_run.cluster})
-        code |= _named_code(config)
+        code |= _named_code(config, replayed)
         trees = (one.model_dump(mode="json", by_alias=True) for one in (config, of_run))
         for key, was, now in changed_keys(*trees):
             message = f"is {now!r}, but {was!r} in the record of the checkpoint or step"
@@ -118,10 +118,11 @@ def _templates(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{key}.chat_template_file", file
 
 
-def _named_code(config: RunConfig) -> Iterator[tuple[str, object]]:
+def _named_code(config: RunConfig, replayed: bool) -> Iterator[tuple[str, object]]:
     """The keys by which a config runs code that is neither ours nor a library's, and their values.
 
-    A cluster's processes send pickles to those of a run.
+    A cluster's processes send pickles to those of a run. One that runs here (``auto``) is joined
+    only by a run that is ``replayed``.
     """
     for named in named_models(config):
         if named.trusted:
@@ -141,7 +142,8 @@ def _named_code(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield "log.loggers", others
     if config.sync.backend not in ("auto", *TRANSPORTS):
         yield "sync.backend", config.sync.backend
-    if config.cluster.address not in (*SAME_CLUSTER, os.environ.get("RAY_ADDRESS")):
+    of_here = (*SAME_CLUSTER, os.environ.get("RAY_ADDRESS"))
+    if config.cluster.address not in (of_here if replayed else (*of_here, "auto")):
         yield "cluster.address", config.cluster.address
 
 

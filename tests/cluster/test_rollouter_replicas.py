@@ -54,14 +54,15 @@ class Actor:
         self.started.append(f"student/{index}#{incarnation}")
         return FakeReplica(f"student/{index}")
 
-    async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
+    async def snapshot(self, version: int) -> WeightMeta:
         self.asked.append(f"snapshot {version}")
         if self.broken:
             raise ProcessDied("trainer", "its process died")
         return META
 
     async def push(self) -> SyncReport:
-        return SyncReport(1, {})
+        self.asked.append("push")
+        return SyncReport(1, {"sync/seconds": 1.0})
 
 
 class World:
@@ -135,6 +136,31 @@ async def test_what_the_actor_before_had_ordered_is_not_started_for_the_next(wor
     await world.orders(2, 1)
     assert set(world.actor.answers) == {2}
     assert world.actor.started == ["student/1#1"]
+
+
+class Refresh:
+    """The refresh of teachers that are the student, in the same list as the rollouter's calls."""
+
+    def __init__(self, asked: list[str]) -> None:
+        self.asked = asked
+
+    async def copy(self, version: int, again: bool) -> None:
+        self.asked.append(f"copy {version} {again}")
+
+    async def load(self) -> dict[str, float]:
+        self.asked.append("load")
+        return {"sync/teachers_s": 2.0}
+
+
+async def test_teachers_that_are_the_student_have_its_weights_before_the_replicas_have(
+    world: World,
+) -> None:
+    refresh: Any = Refresh(world.actor.asked)
+    world.rollouter.refresh = refresh
+    await world.rollouter.snapshot(4, again=True)
+    report = await world.rollouter.push()
+    assert world.actor.asked == ["snapshot 4", "copy 4 True", "load", "push"]
+    assert report.metrics == {"sync/seconds": 1.0, "sync/teachers_s": 2.0}
 
 
 async def test_after_a_snapshot_that_broke_off_nobody_pushes_the_one_before(world: World) -> None:

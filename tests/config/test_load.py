@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from operator import attrgetter
 from pathlib import Path
 
@@ -198,23 +199,22 @@ def test_a_removed_key_is_answered_with_the_reason_and_the_remedy(
     assert problem.remedy == "delete the key"
 
 
-WITH_DEFAULTS = [key.replace("*", "a") for key, one in REMOVED.items() if one.default is not None]
+REPLACED = {key.replace("*", "a"): one.value for key, one in REMOVED.items() if one.value}
 
 
-def saved(tmp_path: Path, change: float = 0) -> tuple[RunConfig, Path]:
+def saved(tmp_path: Path, change: float = 0, extra: str = "") -> tuple[RunConfig, Path]:
     """A config, and its file of an earlier version with the removed keys, by default as they were.
 
-    Their defaults are numbers, to which ``change`` is added.
+    ``change`` is added to each.
     """
-    config = load(tmp_path, "train: {lora: {rank: 8}}")
+    config = load(tmp_path, f"train: {{lora: {{rank: 8}}}}\n{extra}")
     tree = load_yaml(dump_config(config))
-    for key, one in REMOVED.items():
-        if one.default is not None:
-            *outer, name = key.replace("*", "a").split(".")
-            section = tree
-            for part in outer:
-                section = section[part]
-            section[name] = one.default + change
+    for key, value in REPLACED.items():
+        *outer, name = key.split(".")
+        section = tree
+        for part in outer:
+            section = section[part]
+        section[name] = value({}) + change
     (tmp_path / "saved.yaml").write_text(dump_yaml(tree))
     return config, tmp_path / "saved.yaml"
 
@@ -227,16 +227,34 @@ def test_a_saved_config_with_the_defaults_of_removed_keys_is_that_without_them(
     assert load_recorded_config(file) == (config, [])
 
 
-def test_a_removed_key_with_another_value_is_refused_but_in_the_config_of_a_run(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("change", "extra", "refused"),
+    [
+        (1, "", REPLACED.keys()),
+        (0, "guardrail: {window: 50}", {"guardrail.baseline_steps"}),
+        (0, "supervision: {timeout_s: 600}", {"supervision.heartbeat_s"}),
+        (0, "eval: {samples_mib: 1}", {"eval.samples_total_mib"}),
+    ],
+)
+def test_a_removed_key_that_would_change_is_refused_but_in_the_config_of_a_run(
+    tmp_path: Path, change: float, extra: str, refused: Collection[str]
 ) -> None:
-    config, file = saved(tmp_path, change=1)
+    config, file = saved(tmp_path, change, extra)
     with pytest.raises(ConfigError) as caught:
         load_config(file)
-    assert sorted(problem.key for problem in caught.value.problems) == sorted(WITH_DEFAULTS)
+    assert {problem.key for problem in caught.value.problems} == set(refused)
     assert load_config(file, recorded=True) == config
     found, left_out = load_recorded_config(file)
-    assert (found, len(left_out)) == (config, len(WITH_DEFAULTS))
+    assert (found, {problem.key for problem in left_out}) == (config, set(refused))
+
+
+def test_a_removed_key_on_the_command_line_is_refused_also_for_a_run_directory(
+    tmp_path: Path,
+) -> None:
+    _, file = saved(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, ["guardrail.baseline_steps=20"], recorded=True)
+    assert [problem.key for problem in caught.value.problems] == ["guardrail.baseline_steps"]
 
 
 @pytest.mark.parametrize(("pattern", "new"), RENAMED.items())

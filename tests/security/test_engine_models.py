@@ -73,6 +73,17 @@ def test_quantization_of_a_trusted_model_is_the_users_decision(tmp_path: Path) -
     assert [one for one in found if "may run code" in one.message] == []
 
 
+def test_a_servers_model_is_loaded_by_no_engine_of_ours(tmp_path: Path) -> None:
+    path = shutil.copytree(STUDENT, tmp_path / "model")
+    own = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(own | {"quantization_config": TORCHAO}))
+    server = {"kind": "endpoint", "urls": ["http://127.0.0.1:9"], "served_model": "m"}
+    config = good(tmp_path)
+    config["teachers"] = {"sort": server | {"model": str(path), "sources": ["sort", "reverse"]}}
+    found = preflight(load_config(written(tmp_path, config)), "c.yaml", 0).problems
+    assert [one for one in found if "may run code" in one.message] == []
+
+
 @pytest.mark.parametrize("section", ["student", "teachers.sort"])
 @pytest.mark.parametrize(
     "files",

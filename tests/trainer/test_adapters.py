@@ -303,4 +303,4 @@ def test_no_error_of_a_later_sync_adds_up() -> None:
 def test_an_adapters_files_name_no_folder_of_this_machine(tmp_path: Path) -> None:
     write_adapter(learned(), "/home/me/private/student", {}, tmp_path / "adapter")
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert written["base_model_name_or_path"] == "student"
+    assert written["base_model_name_or_path"] == "./student"

@@ -141,13 +141,13 @@ def write_adapter(model: Any, source: str, tensors: Tensors, folder: Path) -> No
     """Writes a PEFT directory: the adapters' own tensors, by parameter name, and their config.
 
     ``source`` is the model that they adapt: its id is written, or of a directory its name, because
-    the adapter is published.
+    the adapter is published; ``./`` keeps the name from being that of a model of a hub.
     """
     from safetensors.torch import save_file
 
     settings = next(iter(model.peft_config.values()))
     settings.base_model_name_or_path, settings.revision = hub_id(source) or (
-        Path(source).name,
+        f"./{Path(source).name}",
         None,
     )
     settings.task_type, settings.inference_mode = "CAUSAL_LM", True
