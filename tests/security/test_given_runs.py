@@ -350,12 +350,18 @@ def test_a_file_that_is_no_template_by_its_name_is_not_read_as_one(
     assert "its name is not that of a template" in said.err
 
 
-def test_a_replay_joins_no_cluster_that_runs_here_and_an_export_needs_none(
-    kept_run: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_replay_joins_no_cluster_that_runs_here(
+    kept_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    for folder in (kept_run, run_dir):
-        forge(folder, lambda tree: tree["cluster"].update(address="auto"))
-    replay = replayed(kept_run)
-    assert (replay.code, "cluster.address: found 'auto'" in replay.err) == (2, True)
+    forge(kept_run, lambda tree: tree["cluster"].update(address="auto"))
+    said = replayed(kept_run)
+    assert (said.code, "cluster.address: found 'auto'" in said.err) == (2, True)
+
+
+def test_an_export_of_a_run_that_joined_the_cluster_here_needs_none(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    forge(run_dir, lambda tree: tree["cluster"].update(address="auto"))
     assert exported(run_dir).code == 0
