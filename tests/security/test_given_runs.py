@@ -354,7 +354,9 @@ def test_a_replay_joins_no_cluster_that_runs_here(
     kept_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    forge(kept_run, lambda tree: tree["cluster"].update(address="auto"))
+    tree = yaml.safe_load((kept_run / "config.yaml").read_text())
+    tree["cluster"]["address"] = "auto"
+    (kept_run / "config.yaml").write_text(yaml.safe_dump(tree))
     said = replayed(kept_run)
     assert (said.code, "cluster.address: found 'auto'" in said.err) == (2, True)
 
