@@ -21,7 +21,7 @@ from async_opd.data.hub import fetched_data
 from async_opd.data.mixture import with_steps
 from async_opd.data.template_date import with_template_date
 from async_opd.models.engine_args import Device
-from async_opd.models.hub import localize, naming_faults
+from async_opd.models.hub import localize, named_models, naming_faults, with_cached
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ def prepare(
     found = check_inputs(config, where, fetch=fetch, load=load, resume=resume)
     config, inputs = found.config, found.inputs
     problems = [*inputs.problems, *(loss_problems(config, where) if load else [])]
-    shown = endpoint_probes(config, inputs) if load and not problems else {}
-    problems = problems or check_endpoints(config, where, shown, keys=load)
+    local = with_cached(config, [])[0]
+    if not problems and not any(named.is_hub_id for named in named_models(local)):
+        shown = endpoint_probes(local, inputs) if load else {}
+        problems = check_endpoints(local, where, shown, keys=load)
     if problems:
         raise ConfigError(problems)
     return replace(found, config=with_steps(config, inputs.train)).with_defaults()

@@ -371,6 +371,12 @@ def _download(copies: RunCopies, copy: Copy, into: Path, wanted: Callable[[str],
     copies.download(copy, into, lambda name: wanted(name) or name in _COMPARED)
 
 
+def _make_folders(target: Path, name: str) -> None:
+    """Makes the folders of a file below ``target``. OSError if one of them is a link."""
+    for part in reversed(Path(name).parents):
+        make_folder(target / part)
+
+
 def _models(copy: Copy) -> set[str]:
     return {name for name in copy.files if name.partition("/")[0] in ("model", "best")}
 
@@ -384,9 +390,9 @@ def _replace(source: Path, target: Path, last: str) -> None:
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
         if path.is_file() and name not in _COMPARED and not (last and name.startswith(f"{last}/")):
-            make_folder((target / name).parent)
+            _make_folders(target, name)
             path.replace(target / name)
     if last:
-        make_folder((target / last).parent)
+        _make_folders(target, last)
         remove_tree(target / last)
         (source / last).rename(target / last)

@@ -117,4 +117,4 @@ def _kept(settings: dict[str, Any], layers: int, tokens: int, step: int) -> Iter
 def _settings(model: str) -> dict[str, Any]:
     """The text settings of a local model's config.json; empty if there is none."""
     file = Path(model) / "config.json"
-    return dict(text_settings(read_json(file))) if file.is_file() else {}
+    return dict(text_settings(read_json(file)))

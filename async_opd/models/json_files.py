@@ -15,7 +15,7 @@ LONGEST_KEY = 60
 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file; an empty one if there is no file. ValueError, OSError."""
-    if not file.is_file():
+    if not (file.is_absolute() and file.is_file()):  # a relative one is that of a model of a hub
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

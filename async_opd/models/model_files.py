@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.models.json_files import LONGEST_KEY, named_values, read_json
-from async_opd.models.processor import further_models
+from async_opd.models.processor import further_models, other_classes
 from async_opd.models.tokenizer import Text, eos_ids, text_settings
 
 HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
@@ -76,7 +76,10 @@ class ModelError(Exception):
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A class of a model's own code, and the file and keys that name it."""
+    """A class of a model's own code, and the file and keys that name it.
+
+    Or one of transformers that is to be a tokenizer or a processor, and is neither.
+    """
 
     file: str
     keys: tuple[str, ...]
@@ -149,7 +152,7 @@ class ModelFiles:
                 tokens=Text(path).size,
                 eos=eos_ids(path),
                 base=_text(read_json(path / ADAPTER).get(BASE)),
-                code=tuple(_own_code(path)),
+                code=(*_own_code(path), *(OwnCode(*one) for one in other_classes(path))),
                 further=tuple(further_models(path)),
                 quantization=read_json(path / OWN_QUANTIZATION),
             )

@@ -149,6 +149,8 @@ class ModelSize:
     def read(cls, model: str | Path) -> ModelSize:
         """Of a local directory, also without weights. ModelError for files that cannot be read."""
         path = Path(model)
+        if not path.is_absolute():  # a folder of that name is another model
+            raise ModelError(f"the files of {path} are not on this machine", "download it first")
         try:
             return cls.of(read_json(path / "config.json"), tensors_of(path))
         except Exception as error:  # safetensors' exception has no base class

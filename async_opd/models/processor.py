@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os.path
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -38,6 +39,19 @@ AUDIO_TOKENIZER = "audio_tokenizer"
 """Key of a processor's further model, which transformers loads by its own rules: with pickles, with
 code after a question, from a hub."""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+CLASS_FILES = (
+    *("config.json", "tokenizer_config.json", *PROCESSORS, "video_preprocessor_config.json"),
+    *("feature_extractor_config.json", "special_tokens_map.json"),
+)
+CLASS_KEYS = (
+    *("tokenizer_class", "processor_class", "image_processor_type", "feature_extractor_type"),
+    *("video_processor_type", "audio_processor_type", "image_processor_class"),
+)
+"""Keys by which transformers chooses a class for a tokenizer or a processor."""
+CLASSES = re.compile(
+    r"\w*(Processor|ProcessorFast|ProcessorPil|FeatureExtractor|Tokenizer|TokenizerFast)"
+    r"|(Tokenizers|Python|MistralCommon)Backend"
+)
 
 
 @contextmanager
@@ -103,7 +117,7 @@ class ImageProcessor:
             from transformers.processing_utils import ProcessorMixin
 
         load = partial(AutoProcessor.from_pretrained, model, trust_remote_code=trust_remote_code)
-        _refuse_audio_tokenizer(Path(model))
+        _refuse_further(Path(model), trust_remote_code)
         try:
             with without_hub(trust_remote_code):
                 processor = load()
@@ -217,15 +231,46 @@ def further_models(path: Path) -> Iterator[str]:
         yield f"{AUDIO_TOKENIZER}_config.json"
 
 
-def _refuse_audio_tokenizer(model: Path) -> None:
-    """ProcessorError for a processor with a further model, which transformers would load."""
+def other_classes(path: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Files, keys and names of classes that are neither tokenizers nor processors.
+
+    transformers takes any of its classes for one, by name, and calls its ``from_pretrained``:
+    those of retrieval, say, read and write files wherever another file says. Raises what
+    ``read_json`` does.
+    """
+    for file in (path, *_folders(path)):
+        for name in CLASS_FILES:
+            content = read_json(file / name)
+            for key in CLASS_KEYS:
+                for keys, found in named_values(content, key):
+                    if not CLASSES.fullmatch(str(found)):
+                        yield str((file / name).relative_to(path)), keys, str(found)
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    """The folders of a model, at any depth, without those behind links and hidden ones."""
+    for one in path.iterdir():
+        if one.is_dir() and not one.is_symlink() and not one.name.startswith("."):
+            yield one
+            yield from _folders(one)
+
+
+def _refuse_further(model: Path, trusted: bool) -> None:
+    """ProcessorError for a processor with a further model or class, which would be loaded."""
+    if not model.is_absolute():
+        remedy = "download it first: a folder of that name is another model"
+        raise ProcessorError(f"{model} is a model of a hub, whose files are not here", remedy)
     try:
-        named = list(further_models(model))
+        named, others = list(further_models(model)), list(other_classes(model))
     except (OSError, ValueError) as error:
         raise ProcessorError(f"{model} cannot be read: {error}", "repair the file") from error
     if named:
         cause = f"{model}/{named[0]} is of an audio tokenizer, a further model"
         raise ProcessorError(cause, "take a model without one, or remove it from the file")
+    if others and not trusted:
+        file, keys, name = others[0]
+        cause = f"{model}/{file}: {'.'.join(keys)} is {name[:80]!r}, which is not a processor"
+        raise ProcessorError(cause, "take a model without it, or remove it from the file")
 
 
 def _unsampled(processor: Any, placeholder: int) -> tuple[int, ...]:

@@ -52,6 +52,8 @@ class Text:
         self._dir, self._load_processor = Path(model_dir), processor
         self.chat = chat or ChatTemplate(self._dir)
         file = self._dir / "tokenizer.json"
+        if not self._dir.is_absolute():  # a folder of that name is another model
+            raise ValueError(f"{self._dir} is a model of a hub, whose files are not here")
         try:
             with no_panic():
                 self._tokenizer = Tokenizer.from_file(str(file))

@@ -17,8 +17,12 @@ from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.core.errors import Problem
 from async_opd.models.engine_args import engine_env
-from async_opd.models.model_files import QUANTIZATIONS
-from tests.fuzz.command import STUDENT, good, written
+from async_opd.models.json_files import read_json
+from async_opd.models.model_files import QUANTIZATIONS, ModelError
+from async_opd.models.model_size import ModelSize
+from async_opd.models.processor import ImageProcessor, ProcessorError
+from async_opd.models.tokenizer import Text
+from tests.fuzz.command import STUDENT, command, good, written
 
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
 FURTHER = {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": "somebody/further"}
@@ -28,6 +32,7 @@ def problems(folder: Path, section: str, files: dict[str, Any], *overrides: str)
     """Of a good config whose ``section`` has a copy of the student with changed files."""
     path = shutil.copytree(STUDENT, folder / "model")
     for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
         before = json.loads((path / name).read_text()) if (path / name).exists() else {}
         (path / name).write_text(json.dumps(before | content))
     file = written(folder, good(folder))
@@ -99,6 +104,59 @@ def test_a_further_model_of_a_processor_is_refused_before_an_engine_reads_it(
 ) -> None:
     (found,) = problems(tmp_path, section, files)
     assert (found.key, "audio_tokenizer" in found.message) == (f"{section}.model", True)
+
+
+@pytest.mark.parametrize("section", ["student", "teachers.sort"])
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "RagRetriever"}),
+        ("config.json", {"tokenizer_class": "AutoModelForCausalLM"}),
+        ("processor_config.json", {"processor_class": "RagRetriever"}),
+        ("preprocessor_config.json", {"image_processor": {"image_processor_type": "AutoModel"}}),
+        ("a/b/tokenizer_config.json", {"tokenizer_class": "RagRetriever"}),
+    ],
+)
+def test_a_class_that_is_neither_tokenizer_nor_processor_is_refused(
+    tmp_path: Path, section: str, file: str, content: dict[str, Any]
+) -> None:
+    (found,) = problems(tmp_path, section, {file: content})
+    assert (found.key, file in found.message) == (f"{section}.model", True)
+    assert found.remedy.endswith("trust_remote_code: true")
+
+
+@pytest.mark.parametrize("name", ["Qwen2TokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"])
+def test_a_class_of_a_tokenizer_is_not(tmp_path: Path, name: str) -> None:
+    files = {"tokenizer_config.json": {"tokenizer_class": name}}
+    assert problems(tmp_path, "teachers.sort", files) == []
+
+
+def test_such_a_class_is_refused_where_an_image_processor_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "RagRetriever"}')
+    with pytest.raises(ProcessorError, match="'RagRetriever', which is not a processor"):
+        ImageProcessor.load(str(tmp_path))
+
+
+def test_a_folder_with_the_name_of_a_hub_id_is_never_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(STUDENT, tmp_path / "somebody" / "sorter")
+    monkeypatch.chdir(tmp_path)
+    assert read_json(Path("somebody/sorter/config.json")) == {}
+    with pytest.raises(ValueError, match="is a model of a hub"):
+        Text("somebody/sorter")
+    with pytest.raises(ModelError, match="are not on this machine"):
+        ModelSize.read("somebody/sorter")
+    with pytest.raises(ProcessorError, match="is a model of a hub"):
+        ImageProcessor.load("somebody/sorter")
+
+
+def test_check_asks_no_server_by_a_student_whose_files_are_not_here(tmp_path: Path) -> None:
+    server = {"kind": "endpoint", "urls": ["http://127.0.0.1:9"], "served_model": "m"}
+    config = good(tmp_path) | {"teachers": {"sort": server}}
+    config["student"] = {"model": "somebody/sorter"}
+    said = command("check", str(written(tmp_path, config)))
+    assert (said.code, "a bug" in said.err) == (0, False), said.err
 
 
 def test_an_engine_asks_no_hub_unless_its_models_code_is_trusted(

@@ -5,6 +5,7 @@ Such a copy can have any listing: the size and SHA-256 of each file are as it sa
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,6 +91,17 @@ def test_a_copy_of_a_step_replaces_no_description_of_the_run(here: Path, tmp_pat
     put("step_2", DESCRIPTIONS, tmp_path / "scratch")
     assert "step 2 is taken" in take_mirrored(URL, here, IDENTITY)[-1]
     assert_descriptions_stay(here)
+
+
+def test_no_file_of_a_copy_is_put_behind_a_link_of_the_run_directory(
+    here: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "outside").mkdir()
+    (here / "model").symlink_to(tmp_path / "outside")
+    put(END, COMPLETED | {"model/a/b.json": b"{}"}, tmp_path / "scratch")
+    with contextlib.suppress(OSError, CheckpointError):
+        take_mirrored(URL, here, IDENTITY)
+    assert files_in(tmp_path / "outside") == set()
 
 
 def test_a_copy_of_the_end_replaces_no_description_of_the_run(here: Path, tmp_path: Path) -> None:

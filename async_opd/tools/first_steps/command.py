@@ -13,6 +13,7 @@ from async_opd.config.overrides import add_overrides
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
 from async_opd.files.foreign import foreign
+from async_opd.files.safe_open import refuse_link, remove_tree
 
 INIT = """\
 Writes a commented config of a student, its teachers and their prompts, after the checks of
@@ -99,7 +100,10 @@ def copy_to(folder: Path) -> list[Path]:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     source, partial = packaged(), folder / f".{NAME}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a copy that was interrupted
+    remove_tree(partial)  # of a copy that was interrupted
+    partial.mkdir()
+    for name in (CONFIG, NAME):
+        refuse_link(folder / name)
     for name in INPUTS:
         to = partial / Path(name).name
         shutil.copytree(source / name, to, copy_function=shutil.copyfile)

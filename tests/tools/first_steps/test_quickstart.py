@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def test_the_quickstart_runs_a_copy_of_the_example_in_its_directory(
     }
     assert copied == inputs
     assert given.run_dir.startswith(str(tmp_path / "first" / "runs" / "quickstart-"))
+
+
+@pytest.mark.parametrize("link", [".quickstart.partial", "quickstart.yaml"])
+def test_nothing_is_written_through_a_link_in_the_directory(link: str, tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "here"
+    folder.mkdir()
+    if link.endswith("partial"):
+        outside.mkdir()
+    (folder / link).symlink_to(outside)
+    with contextlib.suppress(OSError):
+        copy_to(folder)
+    assert not outside.exists() or list(outside.iterdir()) == []
 
 
 def test_the_copy_is_the_same_run_as_the_example(tmp_path: Path) -> None:
