@@ -19,7 +19,7 @@ OF_ALL_WEIGHTS = {"reverse": 1.0, "sort": 0.988}
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    whole = ("train.steps=120", "async.sync_steps=4", "eval.max_prompts=null", "eval.every=0")
+    whole = ("train.steps=200", "async.sync_steps=4", "eval.max_prompts=null", "eval.every=0")
     exact = ("train.export_dtype=float32", "log.wandb=off")
     directory = tmp_path_factory.mktemp("runs") / "lora"
     return Running(directory, *whole, *exact, example=EXAMPLE).end(1800)
