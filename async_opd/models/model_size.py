@@ -149,10 +149,10 @@ class ModelSize:
     def read(cls, model: str | Path) -> ModelSize:
         """Of a local directory, also without weights. ModelError for files that cannot be read."""
         path = Path(model)
-        if not path.is_absolute():  # a folder of that name is another model
-            raise ModelError(f"the files of {path} are not on this machine", "download it first")
+        # a folder with the name of a hub id is another model
+        tensors = tensors_of(path) if path.is_absolute() else ()
         try:
-            return cls.of(read_json(path / "config.json"), tensors_of(path))
+            return cls.of(read_json(path / "config.json"), tensors)
         except Exception as error:  # safetensors' exception has no base class
             message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error
