@@ -2,6 +2,8 @@
 # make test           installs everything and runs all tests but the long ones (under 15 minutes)
 # make test-long      runs the long tests: kills in whole runs, one after the other since heartbeats are
 #                     bounded in them; then whole runs, two at a time (under 35 minutes)
+# make test-whole     runs what learns for minutes, one after the other: the examples' whole runs, the recovery of a
+#                     damaged model, benchmarks that start runs (CI has no time for them)
 # make test-security runs the tests of what docs/security.md promises (part of make test)
 # make docs           builds the site of docs/ into site/: open site/index.html (its search needs a server:
 #                     python -m http.server -d site)
@@ -15,7 +17,7 @@ LOCK ?= prefer
 TWO := -n 2 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 
-.PHONY: quickstart test test-long test-security docs check format models lock clean
+.PHONY: quickstart test test-long test-whole test-security docs check format models lock clean
 
 quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
@@ -26,7 +28,10 @@ test: .venv/installed models
 
 test-long: .venv/installed models
 	$(BIN)/pytest $(SLOWEST) -m long tests/chaos
-	$(BIN)/pytest $(TWO) loadfile $(SLOWEST) -m long --ignore=tests/chaos
+	$(BIN)/pytest $(TWO) loadfile $(SLOWEST) -m "long and not whole" --ignore=tests/chaos
+
+test-whole: .venv/installed models
+	$(BIN)/pytest $(SLOWEST) -m whole
 
 test-security: .venv/installed
 	$(BIN)/pytest tests/security

@@ -14,7 +14,7 @@ import yaml
 from tests import prose
 from tests.cluster.test_run import Run, Running
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.whole]
 
 CONFIG = {
     "name": "prose",

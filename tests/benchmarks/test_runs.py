@@ -32,6 +32,7 @@ MARKS = {
     "torch": (pytest.mark.slow,),
     "ray": (pytest.mark.engine,),
     "engines": (pytest.mark.engine, pytest.mark.long),
+    "runs": (pytest.mark.engine, pytest.mark.long, pytest.mark.whole),
 }
 """By what a module starts. ``engines``: engines of vLLM or whole runs, which take a minute of two
 cores or more."""
@@ -55,7 +56,7 @@ class Case:
 QUICK = "train.steps=2 train.batch_size=8 train.warmup_steps=0 eval.max_prompts=4 eval.before=false"
 CASES = {
     "balancer": Case("--repeats 1 --replicas 2 --requests 40 --decisions 10000", "ray"),
-    "chaos": Case("--minutes 0.3 --every 10 --out {}", "engines"),
+    "chaos": Case("--minutes 0.3 --every 10 --out {}", "runs"),
     "checkpoint": Case("--layers 1 --rounds 1"),
     "freshness": Case("--syncs 1 --steps 9", "engines"),
     "gpu.all": Case("--device cpu --out {}"),
@@ -78,14 +79,14 @@ CASES = {
     "probe": Case("--pairs 5 8 10 --steps 12 --cache {}"),
     "queue": Case("--repeats 1 --only topk_2048 --batches 4", "ray"),
     "ranks": Case("--layers 1 --batch 2 --tokens 8 --steps 2 --repeats 1"),
-    "scoring": Case("--repeats 1 --rollouts 2 --long-rollouts 4", "engines"),
+    "scoring": Case("--repeats 1 --rollouts 2 --long-rollouts 4", "runs"),
     "soak": Case("--rollouts 2494 --long 6", "ray"),
     "staleness": Case(
-        f"{QUICK} --out {{}} --loss forward_kl --staleness 0.5 --sync-steps 1", "engines"
+        f"{QUICK} --out {{}} --loss forward_kl --staleness 0.5 --sync-steps 1", "runs"
     ),
     "trainer": Case("--batch 4 --median 16 --pairs 1"),
-    "walks": Case("--out {}", "engines"),
-    "weight_sync": Case("--repeats 1 --layers 1", "engines"),
+    "walks": Case("--out {}", "runs"),
+    "weight_sync": Case("--repeats 1 --layers 1", "runs"),
 }
 
 

@@ -25,6 +25,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Running(directory, *whole, *exact, example=EXAMPLE).end(1800)
 
 
+@pytest.mark.whole
 def test_it_learns_what_a_run_of_all_weights_learns(done: Run) -> None:
     assert done.code == 0, done.output
     found = {source: done.summary[f"eval/{source}/accuracy"] for source in OF_ALL_WEIGHTS}
@@ -32,11 +33,13 @@ def test_it_learns_what_a_run_of_all_weights_learns(done: Run) -> None:
         assert found[source] >= 0.95 * full, found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("source", OF_ALL_WEIGHTS)
 def test_the_merged_export_has_learned_it(source: str, done: Run) -> None:
     assert accuracy(str(done.directory / "model"), source) >= 0.95 * OF_ALL_WEIGHTS[source]
 
 
+@pytest.mark.whole
 def test_the_peft_directory_computes_what_the_merged_export_computes(done: Run) -> None:
     _computes_the_same(done.directory / "model")
 

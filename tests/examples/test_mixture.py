@@ -71,6 +71,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.engine
 @pytest.mark.long
+@pytest.mark.whole
 def test_a_mixture_learns_from_dense_teachers(done: Run) -> None:
     assert done.code == 0, done.output
     before, after = (
@@ -83,6 +84,7 @@ def test_a_mixture_learns_from_dense_teachers(done: Run) -> None:
 
 @pytest.mark.engine
 @pytest.mark.long
+@pytest.mark.whole
 def test_the_exported_mixture_has_learned_it(done: Run) -> None:
     export = str(done.directory / "model")
     found = {source: accuracy(export, source) for source in ("sort", "reverse")}

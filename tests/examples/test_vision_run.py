@@ -70,6 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.long
+@pytest.mark.whole
 def test_the_student_learns_from_both_teachers(whole: Run) -> None:
     assert whole.code == 0, whole.output
     for source in SOURCES:

@@ -142,6 +142,7 @@ def test_layers_of_two_kinds_do_too() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.whole
 def test_inductors_kernels_have_them_on_one_rank_and_on_two(tmp_path: Path) -> None:
     expected, _ = found_by(rank_of("recomputed"))
     ranks = on_ranks(["recomputed"], "inductor", tmp_path / "found.pt")["recomputed"]
@@ -151,6 +152,7 @@ def test_inductors_kernels_have_them_on_one_rank_and_on_two(tmp_path: Path) -> N
 
 
 @pytest.mark.long
+@pytest.mark.whole
 def test_two_copies_on_two_ranks_each_have_those_of_one_with_eager_layers(tmp_path: Path) -> None:
     cases = ["all kept", "adapters", "parameters in host memory"]
     for name, (found, notes) in on_ranks(cases, TRACED, tmp_path / "found.pt", 4, 2).items():
