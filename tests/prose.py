@@ -1,6 +1,6 @@
 """A language model of real prose and its damaged student, made where they are needed.
 
-    long strings of torch's source ──every twentieth──► held text ──► nats a token
+    long strings of torch's source ──every tenth──► held text ──► nats a token
            └──the others──► teacher (Gemma 3) ──without half of its layers──► student
                      └──beginnings──► prompts
 
@@ -24,12 +24,12 @@ import torch
 SOURCES = ("_torch_docs.py", "_tensor_docs.py", "functional.py", "nn", "optim", "distributions")
 """Files and folders of torch whose strings are the text."""
 LEAST_CHARACTERS = 300
-HELD_OUT_EVERY = 20
+HELD_OUT_EVERY = 10
 VOCABULARY = "mistral_instruct_tokenizer_240323.model.v3"
-LAYERS, REMOVED = 6, (1, 2, 3)
+LAYERS, REMOVED = 8, (1, 2, 3, 4)
 WINDOW = 96
 """Tokens of a sequence, in training and in the measurement."""
-STEPS, BATCH, LR = 300, 8, 3e-3
+STEPS, BATCH, LR = 450, 12, 3e-3
 NEGATIVES = 4096
 PROMPT_WORDS, PROMPTS = 16, 3000
 EOS = 2

@@ -145,7 +145,7 @@ def refuse_another(run_dir: Path, identity: str) -> None:
         compared += 1
     if completed and not compared:
         message = f"{run_dir} has completed, but has no {IDENTITY}, so it may be of another run"
-        remedy = "choose another --run-dir; a version without the file wrote it, or somebody else"
+        remedy = "choose another --run-dir: an older version wrote this one, or another user did"
         raise ConfigError([Problem("--resume", "run_dir", message, remedy)])
 
 

@@ -71,7 +71,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A process's findings on a node. ``error`` says why there is no report."""
+    """A process's findings on a node. ``error`` says why its report is missing."""
 
     node: str
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -13,6 +13,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.evaluation import EvalConfig
+from async_opd.config.sections.reliability import GuardrailConfig, SupervisionConfig
+from async_opd.config.sections.section import Section
+from async_opd.config.sections.teachers import CallHealth
 
 ROOT: Any = RunConfig
 
@@ -31,8 +35,19 @@ class Removed:
         """Whether a section has the key with the value that replaces it."""
         try:
             return self.value is not None and section[name] == self.value(section)
-        except TypeError:  # another key of the section is not a number: it has its own problem
+        except ValueError:  # the other key has a problem of its own, which is reported
             return False
+
+
+def _given_by(kind: type[Section], key: str, name: str) -> Callable[[Mapping[str, Any]], float]:
+    """A section's value ``name`` by its ``key``. ValueError for a value that ``key`` refuses."""
+
+    def value(given: Mapping[str, Any]) -> float:
+        return float(
+            getattr(kind.model_validate({k: v for k, v in given.items() if k == key}), name)
+        )
+
+    return value
 
 
 REMOVED = {
@@ -42,7 +57,7 @@ REMOVED = {
     ),
     "teachers.*.health.min_response_tokens_per_s": Removed(
         "the speed of one response is a fortieth of health.min_tokens_per_s, that of a replica",
-        lambda health: health.get("min_tokens_per_s", 200) / 40,
+        _given_by(CallHealth, "min_tokens_per_s", "min_response_tokens_per_s"),
     ),
     "train.lora.dropout": Removed(
         "the engines sample without dropout, and with it the student would be trained as another "
@@ -54,15 +69,15 @@ REMOVED = {
     ),
     "eval.samples_total_mib": Removed(
         "all files of answers take at most 64 times eval.samples_mib",
-        lambda evaluation: evaluation.get("samples_mib", 16) * 64,
+        _given_by(EvalConfig, "samples_mib", "samples_total_mib"),
     ),
     "guardrail.baseline_steps": Removed(
         "the baseline of the length is the mean of the first guardrail.window steps",
-        lambda guardrail: guardrail.get("window", 10),
+        _given_by(GuardrailConfig, "window", "window"),
     ),
     "supervision.heartbeat_s": Removed(
         "heartbeats come six times in supervision.timeout_s: lower or raise that",
-        lambda supervision: supervision.get("timeout_s", 60) / 6,
+        _given_by(SupervisionConfig, "timeout_s", "heartbeat_s"),
     ),
 }
 """By patterns of keys that earlier versions had."""

@@ -14,8 +14,11 @@ LONGEST_KEY = 60
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no file. ValueError, OSError."""
-    if not (file.is_absolute() and file.is_file()):  # a relative one is that of a model of a hub
+    """The JSON object in a file; an empty one for a missing file, and for a relative path.
+
+    A relative path belongs to a model of a hub, whose files are elsewhere. ValueError, OSError.
+    """
+    if not (file.is_absolute() and file.is_file()):
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))

@@ -111,7 +111,7 @@ class PackedSender:
         self.group = Keeping()
 
     def open(self, world_size: int) -> Rendezvous:
-        """There are no other ranks."""
+        """Nothing: the rank is alone."""
         return Rendezvous("", 0, world_size, 1.0, BUFFER_BYTES, b"")
 
     def connect(self) -> None:
@@ -157,7 +157,7 @@ class OwnSender(NcclSender):
         self.group = Keeping()
 
     def listen(self) -> tuple[str, int, bytes]:
-        """There are no other ranks."""
+        """Nothing: the rank is alone."""
         return "", 0, b""
 
     def connect(self) -> None:

@@ -17,7 +17,7 @@ EXAMPLE, MAKE = EXAMPLES / "vision.yaml", EXAMPLES / "vision" / "make.py"
 PICTURED = ("count", "larger", "digit")
 SOURCES = (*PICTURED, "sort")
 STEPS, BATCH = 8, 32
-WHOLE = ["train.steps=240", "async.sync_steps=4", "eval.every=0", "eval.max_prompts=null"]
+WHOLE = ["train.steps=360", "async.sync_steps=4", "eval.every=30", "eval.max_prompts=null"]
 FEW = [
     *(f"train.steps={STEPS}", f"train.batch_size={BATCH}", "eval.every=0", "eval.max_prompts=16"),
     *("train.freeze=[vision_tower]", "sync.verify_every=1"),

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, model_validator
 from async_opd.config.sections.section import Name, Section
 
 FILES = 64
-"""All files with answers of evaluations, by the largest one."""
+"""Bound of all files with answers of evaluations, as a multiple of ``samples_mib``."""
 
 
 class EvalConfig(Section):

@@ -104,7 +104,7 @@ class TimeoutConfig(Section):
 
 
 HEARTBEATS = 6
-"""Heartbeats in ``supervision.timeout_s``: a death is noticed soon by the measure of that bound."""
+"""Heartbeats within ``supervision.timeout_s``."""
 
 
 class SupervisionConfig(Section):

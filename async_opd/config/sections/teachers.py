@@ -19,7 +19,7 @@ that is ready, and the others nothing."""
 
 
 RESPONSES = 40
-"""A replica's speed by that of one response, of many that it generates at the same time."""
+"""Lowest speed of a replica over that of one of the responses that it generates side by side."""
 
 
 class CallHealth(Section):

@@ -197,7 +197,7 @@ def wandb_login(config: RunConfig, mode: Callable[[], str] | None = None) -> Ite
             "wandb", "ok", f"a login was found: the run logs to project {config.log.project}"
         )
     elif wanted == "online":
-        message = f"log.wandb is online, but wandb's own settings give {found}: there is no login"
+        message = f"log.wandb is online, but wandb's own settings give {found}: no login was found"
         yield Finding("wandb", "warning", message, LOGIN)
     else:
-        yield Finding("wandb", "warning", f"the run would be {found}: there is no login", LOGIN)
+        yield Finding("wandb", "warning", f"the run would be {found}: no login was found", LOGIN)

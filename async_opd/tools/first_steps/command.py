@@ -100,10 +100,10 @@ def copy_to(folder: Path) -> list[Path]:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     source, partial = packaged(), folder / f".{NAME}.partial"
-    remove_tree(partial)  # of a copy that was interrupted
-    partial.mkdir()
     for name in (CONFIG, NAME):
         refuse_link(folder / name)
+    remove_tree(partial)  # of a copy that was interrupted
+    partial.mkdir()
     for name in INPUTS:
         to = partial / Path(name).name
         shutil.copytree(source / name, to, copy_function=shutil.copyfile)
