@@ -149,9 +149,9 @@ class ModelSize:
     def read(cls, model: str | Path) -> ModelSize:
         """Of a local directory, also without weights. ModelError for files that cannot be read."""
         path = Path(model)
-        # a folder with the name of a hub id is another model
-        tensors = tensors_of(path) if path.is_absolute() else ()
         try:
+            # a folder with the name of a hub id is another model
+            tensors = tensors_of(path) if path.is_absolute() else ()
             return cls.of(read_json(path / "config.json"), tensors)
         except Exception as error:  # safetensors' exception has no base class
             message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_opd.models.model_files import layers_of
+from async_opd.models.model_files import ModelError, layers_of
 from async_opd.models.model_size import ModelSize, Tensor
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -89,3 +91,20 @@ def test_a_table_beside_the_embedding_is_no_part_of_a_layer() -> None:
     found = size([*layer, *tables])
     assert (found.block, found.outside, found.embeddings) == (64 * 32, 100 * 32, 100)
     assert found.tied
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", json.dumps({"hidden_size": "wide"})),
+        ("model.safetensors", "{{ 1 / 0 }}"),
+        ("model.safetensors.index.json", json.dumps({"weight_map": [1]})),
+    ],
+)
+def test_a_model_whose_files_cannot_be_read_is_an_error_with_its_folder(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=f"the size of {tmp_path} cannot be read"):
+        ModelSize.read(tmp_path)
