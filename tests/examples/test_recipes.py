@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Formatter
 
 import pytest
+import yaml
 
 from async_opd.checks.memory_fit import faults_of_memory, near
 from async_opd.config.load import load_config
@@ -14,7 +15,11 @@ from async_opd.memory.pools import GIB, Machine
 from async_opd.models.model_size import ModelSize
 from async_opd.tools.report.facts import gpus_of
 
-RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+TEXTS = {path.stem: path.read_text() for path in (ROOT / "examples" / "recipes").glob("*.yaml")}
+(TEXTS["README"],) = re.findall(
+    r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
+)
 SIZES = {
     "1.7b": ModelSize(
         1_720_574_976, 0, 2048, 6144, 28, 151_936, embeddings=151_936,
@@ -42,10 +47,10 @@ def size(model: str) -> ModelSize:
     return next(found for part, found in SIZES.items() if part in model.lower())
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_fits_the_gpus_it_names(recipe: Path) -> None:
-    config = load_config(recipe)
-    named = re.search(r"GPUs: (\d+) of (\d+) GB", recipe.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("recipe", sorted(TEXTS))
+def test_a_recipe_fits_the_gpus_it_names(recipe: str) -> None:
+    config = load_config(yaml.safe_load(TEXTS[recipe]))
+    named = re.search(r"GPUs: (\d+) of (\d+) GB", TEXTS[recipe])
     assert named is not None
     machine = Machine("cuda", int(79.2 * GIB), size)
     assert named.group(2) == "80"
@@ -54,16 +59,16 @@ def test_a_recipe_fits_the_gpus_it_names(recipe: Path) -> None:
     assert int(named.group(1)) == gpus_of(config)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_every_row_of_a_recipe_has_a_teacher_and_every_teacher_rows(recipe: Path) -> None:
-    config = load_config(recipe)
+@pytest.mark.parametrize("recipe", sorted(TEXTS))
+def test_every_row_of_a_recipe_has_a_teacher_and_every_teacher_rows(recipe: str) -> None:
+    config = load_config(yaml.safe_load(TEXTS[recipe]))
     routed = {s for name, t in config.teachers.items() for s in t.sources or [name]}
     assert {source.model_dump()["data_source"] for source in config.data.train} == routed
     assert {source.model_dump()["data_source"] for source in config.data.eval} <= routed
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_teachers_prompt_reads_fields_of_the_data(recipe: Path) -> None:
-    for teacher in load_config(recipe).teachers.values():
+@pytest.mark.parametrize("recipe", sorted(TEXTS))
+def test_a_teachers_prompt_reads_fields_of_the_data(recipe: str) -> None:
+    for teacher in load_config(yaml.safe_load(TEXTS[recipe])).teachers.values():
         fields = {field for _, field, _, _ in Formatter().parse(teacher.prompt_template or "")}
-        assert fields - {None} <= FIELDS.get(recipe.stem, set())
+        assert fields - {None} <= FIELDS.get(recipe, set())
