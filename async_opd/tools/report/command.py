@@ -86,7 +86,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     from async_opd.checkpoint.fetched_run import run_at
     from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
-    from async_opd.tools.report.comparison import comparison, differing_keys, figures_of
+    from async_opd.tools.report.comparison import (
+        comparison,
+        differing_keys,
+        figures_of,
+        recommended,
+    )
     from async_opd.tools.report.recorded_run import read_recorded_run
 
     with ExitStack() as fetched:
@@ -97,6 +102,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         columns, figures = figures_of(runs)
         _print_table("figures", columns, figures)
         _print_table("keys that differ", ("key", *columns[1:]), differing_keys(runs))
+        if found := recommended(runs):
+            print(on_one_line(found))
         write_atomically(Path(arguments.out), comparison(runs), durable=False)
     print(on_one_line(f"comparison  {arguments.out}"))
     return 0

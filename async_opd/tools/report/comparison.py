@@ -11,15 +11,21 @@ from typing import Any
 
 from async_opd.config.secrets import Redactor
 from async_opd.observability.metric_catalogue import catalogue
+from async_opd.observability.terminal import duration
 from async_opd.tools.report.charts import Chart, Line, lines
-from async_opd.tools.report.facts import tiles_of
+from async_opd.tools.report.facts import elapsed, tiles_of
 from async_opd.tools.report.page import Section, page, paragraphs, table, text
+from async_opd.tools.report.pool_times import pool_times, steady_rows
 from async_opd.tools.report.recorded_run import RecordedRun
-from async_opd.tools.report.run_charts import evaluation_lines
+from async_opd.tools.report.run_charts import ACCURACY, evaluation_lines
 from async_opd.tools.report.verdict import judge
 
 NO_DIFFERENCE = ("run_dir", "plan", "report")
 """Keys that make no difference to a run."""
+NEARLY = 0.95
+"""Of the highest accuracy of all runs: the accuracy up to which their times are compared."""
+CLOSE = 1.05
+"""Two times are close if neither is longer than this times the other."""
 
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
@@ -34,11 +40,52 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
 
 def figures_of(runs: Sequence[RecordedRun]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows: a figure each, of all runs; the verdicts last."""
-    found = [{"status": run.status, **dict(tiles_of(run)), **_last(run)} for run in runs]
+    goal = goal_of(runs)
+    found = [
+        {
+            "status": run.status,
+            **dict(tiles_of(run)),
+            **_pools(run),
+            **_last(run),
+            **_reached(run, goal),
+        }
+        for run in runs
+    ]
     names = list(dict.fromkeys(name for one in found for name in one))
     rows = [(name, *(one.get(name, "–") for one in found)) for name in names]
     rows.append(("verdict", *(judge(run).headline for run in runs)))
     return ("", *labels(runs)), rows
+
+
+def goal_of(runs: Sequence[RecordedRun]) -> float:
+    """``NEARLY`` of the highest mean accuracy that a run had; 0 without evaluations."""
+    return NEARLY * max((value for run in runs for _, value in _accuracies(run)), default=0.0)
+
+
+def recommended(runs: Sequence[RecordedRun]) -> str:
+    """The staleness threshold and the sync steps of the run that came to the goal first.
+
+    Of runs with close times it is the one with the smallest threshold, then with the fewest sync
+    steps. Empty if the runs do not differ in these keys, or none was evaluated.
+    """
+    pairs = [(run.config.async_.staleness_threshold, run.config.async_.sync_steps) for run in runs]
+    goal = goal_of(runs)
+    reached = [
+        (seconds, pair, name)
+        for run, pair, name in zip(runs, pairs, labels(runs), strict=True)
+        if (seconds := _seconds_to(run, goal)) is not None
+    ]
+    if not goal or not reached or len(set(pairs)) < 2:
+        return ""
+    first = min(seconds for seconds, *_ in reached)
+    seconds, pair, name = min(
+        (one for one in reached if one[0] <= CLOSE * first), key=lambda one: one[1]
+    )
+    return (
+        f"recommended async.staleness_threshold={pair[0]:g} async.sync_steps={pair[1]}: {name} has "
+        f"an accuracy of {goal:.1%} ({NEARLY:.0%} of the highest) after {duration(seconds)}, the "
+        f"first one after {duration(first)}; {len(reached)} of {len(runs)} runs came so far"
+    )
 
 
 def differing_keys(runs: Sequence[RecordedRun]) -> list[tuple[str, ...]]:
@@ -62,7 +109,7 @@ def comparison(runs: Sequence[RecordedRun]) -> str:
     head = f"<h1>{len(runs)} runs compared</h1>" + f'<p class="soft">{text(" · ".join(names))}</p>'
     no_keys = paragraphs(["The configs are the same."])
     sections = [
-        Section("figures", "Figures", table(columns, figures)),
+        Section("figures", "Figures", table(columns, figures) + paragraphs([recommended(runs)])),
         Section("keys", "Differences", table(("key", *names), keys) if keys else no_keys),
         Section("learning", "Learning", "", tuple(_learning(runs, names))),
         Section("speed", "Speed and staleness", "", tuple(_overlaid(runs, names, "speed"))),
@@ -103,6 +150,34 @@ def _last(run: RecordedRun) -> dict[str, str]:
         for line in evaluation_lines(run)
         if line.points
     }
+
+
+def _pools(run: RecordedRun) -> dict[str, str]:
+    """The share of its time in which each pool computed, and the share of tokens thrown away."""
+    times = pool_times(run, steady_rows(run))
+    busy = {f"busy: {one.name}": f"{one.computing:.0%}" for one in times}
+    wasted = run.series("waste/share")
+    return busy | ({"tokens thrown away": f"{wasted[-1][1]:.1%}"} if wasted else {})
+
+
+def _accuracies(run: RecordedRun) -> Iterator[tuple[float, float]]:
+    """(time since the epoch, mean accuracy over the sources) of each evaluation with a step."""
+    for row in run.rows:
+        found = [row.values[key] for key in row.values if ACCURACY.fullmatch(key)]
+        if found:
+            yield row.time, sum(found) / len(found)
+
+
+def _seconds_to(run: RecordedRun, goal: float) -> float | None:
+    """Seconds of the run until its mean accuracy was ``goal``; None if it never was."""
+    times = [time for time, accuracy in _accuracies(run) if accuracy >= goal]
+    return elapsed(run, times[0]) if times else None
+
+
+def _reached(run: RecordedRun, goal: float) -> dict[str, str]:
+    """How long the run took to ``goal``."""
+    seconds = _seconds_to(run, goal) if goal else None
+    return {} if seconds is None else {f"time to {goal:.1%}": duration(seconds)}
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -45,7 +45,7 @@ def facts_of(run: RecordedRun) -> Facts:
     rows = steady_rows(run)
     return Facts(
         steps=run.steps[-1].step if run.steps else 0,
-        seconds=_seconds(run),
+        seconds=elapsed(run),
         samples=run.config.train.batch_size * len(run.steps),
         tokens=total(run.steps, "train/response_tokens"),
         samples_per_s=samples_per_s(run, rows) if rows else 0.0,
@@ -87,11 +87,17 @@ def tiles_of(run: RecordedRun) -> list[tuple[str, str]]:
     return found
 
 
-def _seconds(run: RecordedRun) -> float:
-    """From each part's start to its last message or row: not the time between two parts."""
-    times = sorted([*(one.time for one in run.messages), *(row.time for row in run.rows)])
+def elapsed(run: RecordedRun, until: float = math.inf) -> float:
+    """Seconds that the run took up to a time, since the epoch.
+
+    From each part's start to its last message or row: not the time between two parts.
+    """
+    written = [*(one.time for one in run.messages), *(row.time for row in run.rows)]
+    times = sorted(time for time in written if time <= until)
     origins = read_origins(run.folder)
-    starts = [math.floor(origin.time) for origin in origins if origin.time]  # as messages' times
+    starts = [  # as messages' times
+        math.floor(origin.time) for origin in origins if origin.time and origin.time <= until
+    ]
     if not times:
         return run.summary.seconds if run.summary else 0.0
     ends = [*(bisect_left(times, start) for start in starts), len(times)]

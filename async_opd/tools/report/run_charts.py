@@ -39,7 +39,7 @@ from async_opd.tools.report.verdict import display_name
 
 WINDOWS = 60
 """Points of a pool's shares over time: each is the mean of as many steps as that takes."""
-_ACCURACY = re.compile(r"eval/(.+)/accuracy")
+ACCURACY = re.compile(r"eval/(.+)/accuracy")
 _SEVERAL = re.compile(r"eval/(.+/(?:pass@(?!1$)|maj@)\d+)")
 _LAG = re.compile(r"staleness/lag_(\d{1,3})")
 
@@ -93,7 +93,7 @@ def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
         if mean and key.startswith("eval/") and key.endswith("_stderr"):
             errors_of.setdefault(source, key)
     for key in sorted(run.keys):
-        if (found := _ACCURACY.fullmatch(key)) is None:
+        if (found := ACCURACY.fullmatch(key)) is None:
             continue
         points = [*_initial(run, key), *run.series(key)]
         error = errors_of.get(found[1], "")
