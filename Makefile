@@ -71,8 +71,9 @@ models: .venv/installed
 		{ echo "the index does not serve the files of constraints.lock: see the error above" && \
 		  test "$(LOCK)" != require && touch .venv/unlocked && \
 		  echo "installing by constraints.txt, without hashes; make LOCK=require stops here"; }
-	@$(UV) --compile-bytecode --torch-backend=cpu "torch==$(TORCH)" || \
-		$(BIN)/pip install --quiet "torch==$(TORCH)+cpu"
+	@$(UV) --compile-bytecode --torch-backend=cpu "torch==$(TORCH)" 2>.venv/uv.log || \
+		$(BIN)/pip install --quiet --no-deps "torch==$(TORCH)+cpu" || \
+		{ cat .venv/uv.log; exit 1; }
 	@if test -e .venv/unlocked; then \
 		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,all,docs,dev]" && \
 		$(BIN)/pip uninstall --quiet --yes torchaudio torchcodec; \
