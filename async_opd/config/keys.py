@@ -35,7 +35,7 @@ class Removed:
         """Whether a section has the key with the value that replaces it."""
         try:
             return self.value is not None and section[name] == self.value(section)
-        except ValueError:  # the other key has a problem of its own, which is reported
+        except ValueError:  # the problem of the other key is reported
             return False
 
 

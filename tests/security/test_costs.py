@@ -30,6 +30,8 @@ from tests.tools.plan.settings import rollouts, setting
 from tests.tools.replay import kept
 from tests.world.config import run_config as config
 
+pytestmark = pytest.mark.slow
+
 MANY = 400_000
 
 

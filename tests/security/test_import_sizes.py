@@ -15,6 +15,8 @@ from async_opd.tools.importing.command import imported
 from async_opd.tools.importing.shell import split
 from tests.fuzz.command import command
 
+pytestmark = pytest.mark.slow
+
 LONG = "a" * 60_000
 MANY, MANY_NAMES = range(100), range(20_000)
 ALIASES = ", ".join(["*a"] * 60)

@@ -29,6 +29,8 @@ from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
 from tests.fuzz.command import STUDENT, command, good, written
 
+pytestmark = pytest.mark.slow
+
 HEX = "0123456789abcdef0123456789abcdef01234567"
 SHAPES = {
     "GitLab": "glpat-" + "a1B2" * 5,

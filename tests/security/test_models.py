@@ -256,6 +256,7 @@ def test_an_engine_reads_safetensors_whatever_stands_in_extra() -> None:
     assert found["max_logprobs"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(
     "name",
@@ -273,6 +274,7 @@ def test_a_file_of_a_model_that_is_nested_too_deeply_is_named(
         assert str(model) in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("form", ["{}=1", "train.lr={}", "data.train={}", "{}"])
 def test_an_override_that_is_nested_too_deeply_is_refused(

@@ -29,6 +29,8 @@ from async_opd.tools.importing.command import imported
 from tests.fuzz.command import command, good, written
 from tests.security.test_terminal import CLEAR, HOSTILE, TITLE, commands
 
+pytestmark = pytest.mark.slow
+
 PATHS = {
     *("run_dir", "model", "chat_template_file", "path", "image_folder", "id", "files", "mirror"),
     *("urls", "address", "served_model"),

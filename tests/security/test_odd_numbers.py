@@ -22,6 +22,8 @@ from async_opd.tools.report.recorded_run import read_recorded_run, read_summary
 from tests.fuzz.command import command
 from tests.world.config import run_config as config
 
+pytestmark = pytest.mark.slow
+
 HUGE = 10**400
 ODD = [HUGE, float("nan"), float("inf"), float("-inf"), 1.7e308]
 ROW = {"step": 1, "time": 1.0, "perf/step_s": 1.0, "loss/total": 1.0, "perf/samples_per_s": 1.0}
