@@ -22,7 +22,7 @@ from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample
 from async_opd.core.stages import Log, SamplingSpec, TeacherScorer, Trainer
 from async_opd.data.answers import GivenAnswers, supervised
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from async_opd.waiting.reading_thread import ReadingThread
 
 Result = TypeVar("Result")

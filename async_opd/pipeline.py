@@ -34,21 +34,17 @@ from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoint
 from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
-from async_opd.core.batch import unpack
 from async_opd.core.errors import CheckpointError, StageError, first_cause
-from async_opd.core.lease import TopicStats
-from async_opd.core.reports import Captured, StageReport, StepReport
+from async_opd.core.reports import ADMISSION, Captured, StageReport, StepReport
 from async_opd.core.samples import DeadLetter, Group
-from async_opd.core.stages import DEAD, LOG, STALE, Log, Stages
+from async_opd.core.stages import DEAD, LOG, STALE, Log, Stages, TopicStats
 from async_opd.grading.evaluation import Evaluation
-from async_opd.grading.evaluation_runs import EvaluationRuns
-from async_opd.grading.evaluation_schedule import Evaluations
+from async_opd.grading.evaluation_runs import EvaluationRuns, Evaluations
 from async_opd.observability.activity import admitted, traced
-from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
+from async_opd.observability.run_log import EventForwarder
 from async_opd.observability.stall import NO_TOKEN, StallDetector, teachers_s
-from async_opd.observability.trace_events import ADMISSION
-from async_opd.waiting.race import endless
+from async_opd.waiting.deadline import endless
 from async_opd.waiting.reading_thread import ReadingThread
 from async_opd.waiting.waits import Waits
 
@@ -287,7 +283,7 @@ class Pipeline:
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
             groups: list[Group] = []
-            for letter in unpack(DeadLetter, lease.batches):
+            for letter in lease.items(DeadLetter):
                 self.run_state.waste.dead += letter.header.tokens
                 groups += await self._replacements_for(letter)
             await self._issue(groups)

@@ -3,15 +3,19 @@
 completed → 0        failed → 1        SIGINT or SIGTERM → checkpoint, model, interrupted → 130
 
 With ``resume`` the run continues after the newest complete checkpoint.
+
+The run lock lets one process at a time work in a run directory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,7 @@ from async_opd.checkpoint.resume import (
 from async_opd.checkpoint.store import Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
 from async_opd.cluster.launch import LaunchedStages, launch
-from async_opd.cluster.watching.watch import RECONNECT, left_s
+from async_opd.cluster.watching import RECONNECT, left_s
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
@@ -47,6 +51,7 @@ from async_opd.core.errors import (
     ConfigError,
     GuardrailExceeded,
     HeadLost,
+    Problem,
     ProcessDied,
     StageError,
     first_cause,
@@ -55,7 +60,7 @@ from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
-from async_opd.files.safe_open import private_files, write_atomically
+from async_opd.files.safe_open import FOLDER_MODE, private_files, write_atomically
 from async_opd.job import Job
 from async_opd.models.tokenizer import Text
 from async_opd.observability.live.console import open_console
@@ -64,12 +69,37 @@ from async_opd.observability.run_log import SUMMARY, RunLog
 from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
 from async_opd.prepare import Prepared
-from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training, reading_of
 from async_opd.waiting.deadline import Deadline
 
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Holds the lock of the folder. ConfigError if another process holds it.
+
+    The kernel releases the lock when the process ends, also by a signal. On a file system without
+    locks every process holds it.
+    """
+    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"another process runs in {folder}"
+        remedy = "wait until it ends, or choose another --run-dir"
+        raise ConfigError([Problem("command line", "run_dir", message, remedy)]) from None
 
 
 def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> int:

@@ -16,8 +16,7 @@ from pathlib import Path
 from async_opd.accounting.journal import LEDGER
 from async_opd.accounting.lineage import begun_after
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
-from async_opd.checkpoint.bounds import state_s
-from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.checkpointer import Checkpointer, state_s
 from async_opd.checkpoint.resume import cut_files, evaluated_steps, identity
 from async_opd.cluster.launch import LaunchedStages
 from async_opd.cold_start import ColdStart
@@ -37,11 +36,9 @@ from async_opd.models.model_files import is_vision_model
 from async_opd.models.model_size import ModelSize
 from async_opd.models.tokenizer import Text
 from async_opd.observability.stall import teachers_s
-from async_opd.pictures.folder import MEDIA, Thumbnails
-from async_opd.pictures.recorded_prompts import RecordedPrompts
+from async_opd.pictures import MEDIA, RecordedPrompts, Thumbnails
 from async_opd.pipeline import Pipeline
-from async_opd.waiting.deadline import Bound
-from async_opd.waiting.race import in_thread
+from async_opd.waiting.deadline import Bound, in_thread
 from async_opd.waiting.reading_thread import ReadingThread
 
 THUMBNAILS_S = 5.0

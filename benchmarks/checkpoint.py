@@ -33,12 +33,10 @@ from benchmarks.load_memory import PrivatePeak
 from benchmarks.local_ranks import in_processes
 from trainer.losses import build_objective
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.saving.shards import Stamp
 from trainer.saving.state import training_state
-from trainer.student.sharding import full_tensor, join_mesh
-from trainer.student.slices import own_part
+from trainer.student.sharding import full_tensor, join_mesh, own_part
 
 CPU = torch.device("cpu")
 RANKS = 2

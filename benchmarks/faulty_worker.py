@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rollouter.adapter_worker import AdapterWorker
-from rollouter.freshness_worker import FreshnessWorker
+from rollouter.freshness_worker import AdapterWorker, FreshnessWorker
 
 WORKER = "benchmarks.faulty_worker.FaultyWorker"
 Named = Iterator[tuple[str, Any]]

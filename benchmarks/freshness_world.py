@@ -103,7 +103,7 @@ class World:
 
         from async_opd.weight_sync.coordinator import BroadcastSync
         from async_opd.weight_sync.freshness import Freshness
-        from async_opd.weight_sync.held_rows import held_rows
+        from async_opd.weight_sync.layout import held_rows
         from rollouter.transports.gloo import GlooSender
         from trainer.publisher import Publisher
         from trainer.stage import TrainerStage

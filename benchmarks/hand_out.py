@@ -43,7 +43,7 @@ from trainer.batches.micro_batches import planned as planned_of
 from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Plan
 from trainer.batches.token_weights import TokenWeighting
-from trainer.parallel.follower import Follower
+from trainer.follower import Follower
 from trainer.rank import BackwardResult
 from trainer.rank_group import dispatched
 

@@ -33,12 +33,10 @@ from benchmarks.local_ranks import in_processes
 from benchmarks.random_model import make_model
 from trainer.losses import build_objective
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.check import check_student
-from trainer.student.empty import EmptyStudent
-from trainer.student.sharding import join_mesh
-from trainer.student.slices import own_part
+from trainer.student.loading import EmptyStudent
+from trainer.student.sharding import join_mesh, own_part
 
 CPU = torch.device("cpu")
 INTERVAL_S = 0.002

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from async_opd.core.errors import StageError
-from trainer.parallel.follower import Follower
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.follower import Follower
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 
 Lead = Callable[[RankSpec | None, RankGroup], Any]
 Follow = Callable[[RankSpec], Follower]

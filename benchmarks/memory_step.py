@@ -26,15 +26,13 @@ from async_opd.memory.step import loss as loss_terms
 from async_opd.models.model_size import ModelSize
 from benchmarks.local_ranks import in_processes
 from trainer.batches.packing import Packed
-from trainer.layers.recomputation import set_recomputation
+from trainer.layers import set_recomputation
 from trainer.losses import build_objective
 from trainer.losses.base import Tokens
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.attention import VARLEN, register
-from trainer.student.reduction import reducing_last
-from trainer.student.sharding import join_mesh
+from trainer.student.sharding import join_mesh, reducing_last
 
 CPU = torch.device("cpu")
 SEQUENCES, K = 4, 16

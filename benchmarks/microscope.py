@@ -33,7 +33,7 @@ from tokenizers.models import WordLevel
 
 from async_opd.config.sections.log import MicroscopeConfig
 from async_opd.core.samples import Sample
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter
+from async_opd.microscope import MICROSCOPE, RecordWriter
 from async_opd.models.tokenizer import Text
 from benchmarks.cpu_costs import interval
 from benchmarks.trainer import VOCABULARY, Packing, lengths, sample

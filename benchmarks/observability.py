@@ -52,8 +52,7 @@ from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import launch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
-from async_opd.core.level import Level
-from async_opd.core.reports import Interval, StepReport
+from async_opd.core.reports import Interval, Level, StepReport
 from async_opd.core.samples import DeadLetter
 from async_opd.observability.activity import Activity
 from async_opd.observability.live.console import LiveConsole, open_console
@@ -63,7 +62,7 @@ from async_opd.observability.sinks import Sink
 from async_opd.observability.trace import Pools, TraceSink
 from async_opd.observability.wandb_sink import SERVICE, WandbSink
 from async_opd.pipeline import Pipeline
-from async_opd.tools.plan.measure.lengths import Lengths
+from async_opd.tools.plan.setting import Lengths
 from benchmarks.cpu_costs import Segment, cpu_s, stage_pids, summary
 from benchmarks.pipeline import Prompts, _either
 

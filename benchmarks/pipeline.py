@@ -40,7 +40,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.core.samples import Prompt
 from async_opd.pipeline import Pipeline
-from async_opd.tools.plan.measure.lengths import Lengths
+from async_opd.tools.plan.setting import Lengths
 
 PROMPT_TOKENS = 100
 LENGTHS = Lengths(mean=400, sigma=1.0, most=4096)

@@ -29,12 +29,11 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import TopK
 from benchmarks.local_ranks import in_processes
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.sharding import join_mesh
 
 CPU = torch.device("cpu")

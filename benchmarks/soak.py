@@ -50,7 +50,7 @@ from async_opd.observability.sinks import Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.pipeline import Pipeline
 from async_opd.processes.loop_lag import LoopLag
-from async_opd.tools.plan.measure.lengths import Lengths
+from async_opd.tools.plan.setting import Lengths
 from benchmarks.pipeline import Prompts
 from benchmarks.simulated.replicas import SimulatedStudent
 from rollouter.spec import StudentEngineSpec

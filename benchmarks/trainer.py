@@ -39,7 +39,7 @@ from trainer.losses import build_objective
 from trainer.optimizer import adamw
 from trainer.rank import Rank
 from trainer.recording.recorder import Recorder
-from trainer.student.attention_probe import platform_of
+from trainer.student.attention_choice import platform_of
 from trainer.student.loading import set_attention
 from trainer.student.loss_module import StudentLoss
 

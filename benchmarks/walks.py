@@ -79,12 +79,12 @@ def build_trainer(*given: Any) -> Any:
 
 def build_student(*given: Any) -> Any:
     """A real replica whose engine is killed while it works."""
-    from async_opd.processes.exit_watch import ExitWatch
+    from async_opd.processes.engine_workers import ExitWatch
     from rollouter.replica import StudentReplica
 
     async def death(self: Any) -> NoReturn:
         await self._ended.wait()
-        own = ("async_opd/processes/exit_watch.py:ExitWatch._death",)
+        own = ("async_opd/processes/engine_workers.py:ExitWatch._death",)
         raise Counted(self._name, "its engine's process has ended", passed=own)
 
     class Killed(StudentReplica):

@@ -38,8 +38,7 @@ from async_opd.weight_sync.layout import WeightMeta, chunk_plan
 from benchmarks.bare_worker import WORKER
 from benchmarks.load_memory import PrivatePeak, model_in_child
 from benchmarks.local_ranks import in_processes
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 
 CPU = torch.device("cpu")
 REPLICAS, RANKS, VOCABULARY = 2, 2, 8192
@@ -52,7 +51,7 @@ def rank_of(path: Path, spec: RankSpec | None) -> Any:
     from async_opd.config.sections.train import TrainConfig
     from trainer.losses import build_objective
     from trainer.rank import Rank
-    from trainer.student.empty import EmptyStudent
+    from trainer.student.loading import EmptyStudent
     from trainer.student.sharding import join_mesh
 
     torch.set_num_threads(1)
@@ -222,7 +221,7 @@ def main() -> None:
             return asyncio.run(work)
 
         def follow(spec: RankSpec) -> Any:
-            from trainer.parallel.follower import Follower
+            from trainer.follower import Follower
 
             return Follower(rank_of(path, spec))
 

@@ -19,7 +19,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
-from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.deadline import gather_or_cancel, race
 from rollouter.slots import Slots
 
 Sample = Callable[[Prompt, Uid, SamplingSpec], Awaitable[Rollout]]

@@ -16,9 +16,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from async_opd.core.arrays import Float32
 from async_opd.core.errors import StageError
 from async_opd.media.engine_prompts import EnginePrompts
-from async_opd.waiting.race import gather_or_cancel
-from async_opd.weight_sync.held_rows import MOST_ROWS, HeldRow
-from rollouter.adapter_worker import ADAPTER_ID
+from async_opd.waiting.deadline import gather_or_cancel
+from async_opd.weight_sync.layout import MOST_ROWS, HeldRow
+from rollouter.freshness_worker import ADAPTER_ID
 
 QUANTIZED_ROUNDING = 2.0**-4
 """Largest relative error of one rounding to a number of 3 bits after the point, such as float8."""
@@ -26,8 +26,6 @@ QUANTIZED_ROUNDING = 2.0**-4
 TF32_ROUNDING = 2.0**-11
 """The same of TF32: vLLM's attention on GPUs in float32 is Triton's (``TRITON_ATTN``), whose
 ``tl.dot`` rounds its operands to TF32 by default."""
-
-
 ADAPTER = LoRARequest("student", ADAPTER_ID, "sent by the trainer")
 """The adapter that every request to an engine with an adapter names. vLLM never reads the path: the
 adapter is always loaded."""

@@ -29,7 +29,7 @@ from async_opd.core.errors import (
     WeightSyncError,
     WorkersFailed,
 )
-from async_opd.core.reports import Progress, StageReport
+from async_opd.core.reports import GRADE, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.core.uid import Uid
@@ -38,21 +38,15 @@ from async_opd.media.engine_prompts import EnginePrompt
 from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.models.processor import prompts_of
 from async_opd.observability.activity import Activity
-from async_opd.observability.trace_events import GRADE
-from async_opd.processes.engine_workers import on_workers
-from async_opd.processes.exit_watch import ExitWatch
-from async_opd.waiting.gate import Gate
-from async_opd.waiting.race import race
+from async_opd.processes.engine_workers import ExitWatch, on_workers
+from async_opd.waiting.deadline import Gate, race
 from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
-from async_opd.weight_sync.held_rows import HeldRow
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta
-from rollouter.engine_load import load_watcher, sentinels
+from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
+from rollouter.engine_io import load_watcher, refuse_foreign_tokens, rollout_of, sentinels
 from rollouter.evaluation_worker import EvaluationWorker
 from rollouter.freshness_worker import EXTENSION
 from rollouter.held_rows import ADAPTER, held_logprobs, rounding_of, with_seats
-from rollouter.outputs import refuse_foreign_tokens, rollout_of
-from rollouter.rewards import RewardGrader
-from rollouter.rollout_worker import RolloutWorker
+from rollouter.rollout_worker import RewardGrader, RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots, first_limit
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import transport
@@ -67,8 +61,6 @@ PAUSE = {
 """How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: the
 engine computes their KV cache again from their tokens, with the new weights."""
 COUNTERS = ("tokens", "request_s", "paused_s")
-
-
 WAITS = {
     "weights": "the newest weights",
     "gpu": "its GPU, which others use",

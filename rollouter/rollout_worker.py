@@ -7,6 +7,12 @@
 Consumes groups, produces rollouts, waits for a free slot, for prompts, for the engine and for room
 in the queue. A rollout that is graded or waits for room in the queue holds no slot. When a replica
 dies, its leases are released, and the other replicas take their groups.
+
+``Outbox`` puts finished items into the queue, in batches whose size follows the queue's speed.
+
+In a run with task rewards the replica that sampled a rollout has it graded:
+
+    Rollout(prompt with its row) ──decode, grade in the grader's process──► Rollout(reward; no row)
 """
 
 from __future__ import annotations
@@ -14,19 +20,93 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
-from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import RolloutFault, first_cause
-from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
+from async_opd.core.batch import Batch
+from async_opd.core.errors import RolloutFault, StageError, first_cause
+from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout, Sample
 from async_opd.core.stages import DEAD, PROMPTS, Queue, rollouts_topic
 from async_opd.core.uid import Uid, rollout_uid
-from rollouter.outbox import Outbox
+from async_opd.grading.grader_pool import Graders, GraderSpec
+from async_opd.grading.graders import GradeError
+from async_opd.models.tokenizer import Text
 from rollouter.slots import SlotReservation, Slots
 
 MakeRollout = Callable[[Prompt, Uid], Awaitable[Rollout]]
 GradeRollout = Callable[[Rollout], Awaitable[Rollout]]
+Entry = tuple[Rollout | Sample, asyncio.Future[None]]
+
+
+class Outbox:
+    """One sender per topic: the items that finish while it puts a batch are its next batch.
+
+    There is no timer: the sender puts a single item at once, and batches grow with the time that
+    the queue takes.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._waiting: dict[str, list[Entry]] = {}
+        self._senders: dict[str, asyncio.Task[None]] = {}
+
+    async def put(self, topic: str, item: Rollout | Sample) -> None:
+        """Returns when the item is in the queue; raises the error of the queue."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(topic, []).append((item, future))
+        if topic not in self._senders:
+            self._senders[topic] = asyncio.create_task(self._send(topic), name=f"outbox {topic}")
+        await future
+
+    def close(self) -> None:
+        """Cancels the senders; waiting items never reach the queue."""
+        for sender in self._senders.values():
+            sender.cancel()
+        self._waiting.clear()
+
+    async def _send(self, topic: str) -> None:
+        try:
+            while self._waiting.get(topic):
+                entries, self._waiting[topic] = self._waiting[topic], []
+                cause = "the sender ended before it put all items that had finished"
+                unsent: Exception = StageError("outbox", cause)
+                try:
+                    await self._put(topic, entries)
+                except Exception as error:  # an item that cannot be packed
+                    unsent = error
+                finally:  # no ``put`` waits for a sender that does not go on
+                    _settle(entries, unsent)
+        finally:
+            del self._senders[topic]
+
+    async def _put(self, topic: str, entries: list[Entry]) -> None:
+        left = iter(entries)
+        for batch in Batch.packed(item for item, _ in entries):
+            sent = list(islice(left, len(batch)))
+            try:
+                await self._queue.put(topic, batch)
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                # not ``close``: Ray ends a call that it has cancelled so
+                cause = "the call that puts finished items into the queue was cancelled"
+                _settle(sent, StageError("queue", cause, "see ray_messages.log"))
+            except Exception as error:
+                _settle(sent, error)
+            else:
+                _settle(sent, None)
+
+
+def _settle(entries: list[Entry], error: Exception | None) -> None:
+    for _, future in entries:
+        if future.done():  # its ``put`` was cancelled
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 class RolloutWorker:
@@ -89,7 +169,7 @@ class RolloutWorker:
                         PROMPTS, free, ack=done, consumer=self._replica, share=True
                     )
                     self._waits_for_prompts = False
-                    for group in unpack(Group, lease.batches):
+                    for group in lease.items(Group):
                         self._left[lease.id] += len(group.members)
                         for member in group.members:
                             reservation = self._slots.reserve()
@@ -139,3 +219,32 @@ class RolloutWorker:
             return await self._grade(rollout)
         finally:
             self.grading -= 1
+
+
+class RewardGrader:
+    """A grader, and the student's tokenizer to decode responses for it."""
+
+    def __init__(self, grader: GraderSpec, model_dir: str) -> None:
+        self._graders = Graders(grader)
+        self._text = Text(model_dir)
+
+    async def grade(self, rollout: Rollout) -> Rollout:
+        """The rollout with its reward and without its row, which no later stage needs.
+
+        GradeError with the rollout's uid if the grader raises, returns no number from 0 to 1, or
+        takes too long. StageError for a rollout without a row.
+        """
+        row = rollout.prompt.row
+        if row is None:
+            raise StageError("grader", f"rollout {rollout.uid} came without its prompt's row")
+        try:
+            text = self._text.decode(rollout.response_ids.tolist())
+            reward = float(await self._graders.grade(text, row))
+        except GradeError as error:
+            cause = f"rollout {rollout.uid}: {error.cause}"
+            raise GradeError(error.stage, cause, error.remedy) from error
+        return replace(rollout, prompt=replace(rollout.prompt, row=None), reward=reward)
+
+    def close(self) -> None:
+        """Ends the grader's processes."""
+        self._graders.close()

@@ -27,9 +27,8 @@ from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import Event, EventLog
 from async_opd.processes.members import Member, MemberSet, Policy, Probe
 from async_opd.queue.sizes import calls
-from async_opd.waiting.deadline import Timer
+from async_opd.waiting.deadline import Timer, gather_or_cancel, race
 from async_opd.waiting.liveness import ANSWER_S, CombinedProgress
-from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
 
 REPORT_S = 10.0

@@ -12,7 +12,7 @@ from async_opd.core.reports import StageReport
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.observability.activity import Activity
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 
 IDLE = "rollouts"
 """The wait of a replica that scores nothing; its pool and the stage may know another reason."""

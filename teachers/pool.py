@@ -24,7 +24,7 @@ from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import one_line
 from async_opd.queue.sizes import calls
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from teachers.protocols import ScoringReplica
 from teachers.replica_slots import ReplicaSlots, score_checked, tokens_of
 

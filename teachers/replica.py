@@ -21,7 +21,7 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.processes.engine_workers import on_workers
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from teachers.meter import ScoringMeter
 from teachers.scoring import RequestScoring
 from teachers.spec import TeacherEngineSpec

@@ -23,10 +23,9 @@ from async_opd.core.errors import RolloutFault, StageError, StageTimeout
 from async_opd.core.reports import StageReport
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
-from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.deadline import Deadline, Timer, offload
 from teachers.answers import check
 from teachers.balancer import Balancer, Reservation
-from teachers.offload import offload
 from teachers.protocols import EngineReplica, RebuildTeacher, ScoringReplica, TeacherWeights
 
 Result = TypeVar("Result")

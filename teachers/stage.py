@@ -26,19 +26,15 @@ from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import LeaseExpired
-from async_opd.core.lease import Lease
 from async_opd.core.reports import Events, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, rollouts_topic
+from async_opd.core.stages import DEAD, SCORED, Lease, Queue, SamplingSpec, rollouts_topic
 from async_opd.processes.events import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.sharing.backlog import ScoreBacklog
-from async_opd.waiting.deadline import Timer
-from async_opd.waiting.race import gather_or_cancel
-from async_opd.waiting.stage_calls import StageCalls
+from async_opd.waiting.deadline import StageCalls, Timer, gather_or_cancel, offload
 from async_opd.waiting.waits import Waits
 from teachers.meter import IDLE
-from teachers.offload import offload
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import EndpointClient, RebuildTeacher, ScoringReplica, TeacherWeights
 from teachers.replica_slots import IN_FLIGHT, Health, ReplicaSlots

@@ -12,7 +12,7 @@ import pytest
 
 from async_opd import run as module
 from async_opd.checks.preflight import Inputs
-from async_opd.cluster.watching.watch import RECONNECT
+from async_opd.cluster.watching import RECONNECT
 from async_opd.core.errors import HeadLost, ProcessDied, StageError
 from async_opd.prepare import Prepared
 from tests.checkpoint.test_store import ROWS, written

@@ -190,7 +190,7 @@ async def never(seen: int, wait: bool = True) -> Events:
 async def test_a_rollouter_that_is_gone_hides_no_last_events_of_the_scorer(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("async_opd.observability.event_forwarder.LAST_EVENTS_S", 0.01)
+    monkeypatch.setattr("async_opd.observability.run_log.LAST_EVENTS_S", 0.01)
     run = world()
     teacher_dies(run)
     events = run.scorer.events
@@ -213,7 +213,7 @@ async def test_a_rollouter_that_is_gone_hides_no_last_events_of_the_scorer(
 async def test_a_scorer_that_does_not_answer_holds_up_no_failing_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("async_opd.observability.event_forwarder.LAST_EVENTS_S", 0.01)
+    monkeypatch.setattr("async_opd.observability.run_log.LAST_EVENTS_S", 0.01)
     run = world(replicas=1)
     student_dies(run)
     monkeypatch.setattr(run.scorer, "events", never)

@@ -21,7 +21,7 @@ from async_opd.cluster.rollouter_actor import (
 )
 from async_opd.core.reports import SyncReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.waiting.race import race
+from async_opd.waiting.deadline import race
 from async_opd.weight_sync.coordinator import Snapshot
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.world.clock import settle

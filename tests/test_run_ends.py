@@ -35,8 +35,7 @@ from async_opd.files.run_format import (
 from async_opd.job import Job
 from async_opd.observability import run_log as runlog
 from async_opd.prepare import Prepared
-from async_opd.processes.run_lock import run_lock
-from async_opd.run import BAD_INPUT, INTERRUPTED, run
+from async_opd.run import BAD_INPUT, INTERRUPTED, run, run_lock
 from tests.checkpoint.test_store import ROWS, cut
 from tests.observability.test_run_log import Recorder
 from tests.world.config import run_config as config

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageTimeout
-from async_opd.core.lease import Lease
-from async_opd.core.stages import SamplingSpec
+from async_opd.core.stages import Lease, SamplingSpec
 from async_opd.sharing.backlog import ScoreBacklog
 from async_opd.sharing.time_sharing import GpuLock, GpuTimeSharing
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from teachers.stage import ScorerStage
 from tests.conftest import make_rollout
 from tests.properties import examples

@@ -23,7 +23,7 @@ from async_opd.sharing.time_sharing import (
     GpuTimeSharing,
     SeveralGuests,
 )
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from teachers.stage import ScorerStage
 from tests.properties import examples
 from tests.world.clock import settle

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import LeaseExpired, StageError
-from async_opd.core.lease import Lease
 from async_opd.core.reports import Interval
 from async_opd.core.samples import DeadLetter, Header, Sample
-from async_opd.core.stages import DEAD, SCORED, STALE, TRAINER, Queue
+from async_opd.core.stages import DEAD, SCORED, STALE, TRAINER, Lease, Queue
 from async_opd.core.uid import Uid, prompt_uid
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.waiting.deadline import Timer

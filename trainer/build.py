@@ -6,35 +6,27 @@ directory ──► EmptyStudent ──(join, shard)──► fill ──► Lea
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from async_opd.config.device_defaults import offloads, train_threads
 from async_opd.core.stages import Queue
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
-from async_opd.models.tokenizer import Text
-from async_opd.pictures.shown_text import ShownText
-from async_opd.weight_sync.held_rows import HeldRow
 from trainer.batches.token_weights import TokenWeighting
-from trainer.layers.compiled import compile_layers
+from trainer.follower import Follower
+from trainer.layers import compile_layers
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
-from trainer.recording.recorder import Recorder
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
+from trainer.recording.recorder import recorder_of
 from trainer.replay.keeper import Keeper
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.teacher_heads import load_heads
-from trainer.vision.held import rows_to_hold
 from trainer.vision.images import sight_of
 
 if TYPE_CHECKING:
@@ -59,31 +51,6 @@ def build_follower(
 ) -> Follower:
     """The follower of a rank other than the first (see build_rank); it fetches from the queue."""
     return Follower(build_rank(config, device_name, spec), queue)
-
-
-def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[HeldRow, ...]:
-    """The held rows of ``weight_sync.freshness`` for the student and its engines."""
-    settings = learner.model.config.get_text_config().to_dict()
-    longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
-    room = sys.maxsize if longest is None else longest - 1  # an engine samples one token more
-    return rows_to_hold(int(settings["vocab_size"]), room, learner.sight)
-
-
-def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
-    """Records the tokens of a rank's samples; None if no share of them is recorded."""
-    settings = config.log.microscope
-    if not settings.share:
-        return None
-    most = int(settings.max_mib * (1 << 20)) // config.train.ranks
-    recorder = Recorder(
-        RecordWriter(Path(config.run_dir or ".") / MICROSCOPE, rank, most),
-        seed=config.seed,
-        share=settings.share,
-        top_k=settings.top_k,
-        speller=lambda: ShownText.of(Text(config.student.model), config.student.model),
-    )
-    recorder.first = rank % config.train.context_parallel == 0
-    return recorder
 
 
 def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) -> Rank:

@@ -27,16 +27,14 @@ import torch
 
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
+from async_opd.core.reports import WrittenFile
 from async_opd.core.samples import Header, Sample
-from async_opd.core.written_file import WrittenFile
-from async_opd.weight_sync.held_rows import HeldRow
-from async_opd.weight_sync.layout import Reference
+from async_opd.weight_sync.layout import HeldRow, Reference
 from trainer.batches.balance import Balance, Balancing
-from trainer.batches.batch_metrics import batch_metrics
+from trainer.batches.batch_metrics import batch_metrics, repetition
 from trainer.batches.micro_batches import Groups, MicroBatch, assign_micro_batches
 from trainer.batches.micro_batches import planned as planned_of
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
-from trainer.batches.repetition import repetition
 from trainer.batches.shares import Plan
 from trainer.batches.token_weights import TokenWeighting
 from trainer.losses.report import not_finite, step_metrics
@@ -44,10 +42,9 @@ from trainer.notes import drain_notes
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
 from trainer.replay.keeper import Keeping
-from trainer.saving.captured import all_written
 from trainer.saving.export import export_dtype, fault_of_saving
 from trainer.saving.shards import Shards, Stamp
-from trainer.saving.state import frozen_digest, refuse_other_frozen
+from trainer.saving.state import all_written, frozen_digest, refuse_other_frozen
 from trainer.utilization import memory_metrics, utilization
 from trainer.vision.images import Images, Samples
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.student.sharding import is_sharded
-from trainer.student.slices import own_part, sharded_as
+from trainer.student.sharding import is_sharded, own_part, sharded_as
 
 
 def move(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

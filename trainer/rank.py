@@ -5,7 +5,7 @@
 
 A rank computes; the learner (``trainer.learner``), in rank 0's process, decides what a step is and
 whether it is applied. Each of the other ranks is the rank of a ``Follower``
-(``trainer.parallel.follower``), whose methods the learner calls.
+(``trainer.build``), whose methods the learner calls.
 """
 
 from __future__ import annotations
@@ -20,28 +20,22 @@ import torch
 
 from async_opd.config.device_defaults import offloads
 from async_opd.core.samples import Header
-from async_opd.weight_sync.held_rows import HeldRow
-from async_opd.weight_sync.layout import Reference
+from async_opd.weight_sync.layout import HeldRow, Reference
 from trainer.batches.micro_batches import Factors, MicroBatch, scaled
 from trainer.batches.packing import Row, Vocabularies, pack
-from trainer.flops import ModelSize
-from trainer.layers.compiled import CompiledLayers
+from trainer.context import ACROSS, Context
+from trainer.layers import CompiledLayers
 from trainer.losses.chunked import Head, objective_run
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, merged, token_sums
-from trainer.mixtures.routing import replay_routing
 from trainer.notes import note
 from trainer.offload import move, park
 from trainer.optimizer import adamw
-from trainer.parallel.context import ACROSS, Context
 from trainer.recording.recorder import Recorder
-from trainer.replay.keeper import Keeper, Kept
+from trainer.replay.keeper import Keeper, Kept, Weights, platform_of, weights_of
 from trainer.replay.kept_step import StepResult
-from trainer.replay.platform import platform_of
-from trainer.replay.weights import Weights, weights_of
-from trainer.saving.captured import CapturedParts, RankFile
 from trainer.saving.shards import Shards, Stamp
-from trainer.saving.state import load_parts
+from trainer.saving.state import CapturedParts, RankFile, load_parts
 from trainer.student.adapters import (
     adapter_parameters,
     adapter_state,
@@ -51,10 +45,10 @@ from trainer.student.adapters import (
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import adapter_weights, named_weights, sent_state
-from trainer.student.reduction import all_reduce_once, reducing_last
 from trainer.student.reference import ROUNDING, reference_of
-from trainer.student.sharding import full_tensor, reshard, shard
-from trainer.utilization import MemoryUse, memory_use, peak_tflops
+from trainer.student.routing import replay_routing
+from trainer.student.sharding import all_reduce_once, full_tensor, reducing_last, reshard, shard
+from trainer.utilization import MemoryUse, ModelSize, memory_use, peak_tflops
 from trainer.vision.images import Sight, images_of
 from trainer.vision.parts import attention_of
 

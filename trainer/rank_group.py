@@ -6,6 +6,8 @@
     own result ◄──────────── results ────────────────┘
 
 Rank 0 decides what is computed; the other ranks hold shards and compute.
+
+``RankSpec`` has the address and the timeouts by which a rank connects to the others.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from async_opd.core.errors import StageError
@@ -23,6 +26,25 @@ T = TypeVar("T")
 GRACE_S = 10.0
 """Seconds after an error of rank 0 in which the failure of another rank is taken for its cause: a
 rank that dies breaks the others' collectives before its own death is known."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """One rank among ``ranks``, and rank 0's address; ``listener`` is rank 0's open socket.
+
+    A collective that lasts longer than ``timeout_s`` seconds is an error, and so is a rank that
+    connects more than ``start_s`` seconds after another. Connected ranks prove to each other that
+    they know the ``secret``.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+    timeout_s: float
+    start_s: float
+    secret: bytes = field(repr=False)
+    listener: int | None = None
 
 
 class RankGroup(Protocol):

@@ -24,18 +24,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
-from async_opd.core.reports import Captured, Progress, StageReport, StepReport
+from async_opd.core.reports import Captured, Progress, StageReport, StepReport, WrittenFile
 from async_opd.core.samples import Sample
 from async_opd.core.stages import TRAINER
 from async_opd.core.uid import Uid
-from async_opd.core.written_file import WrittenFile
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.observability.activity import Activity
 from async_opd.sharing.gpu_turns import GpuTurns
-from async_opd.waiting.gate import Gate
-from async_opd.waiting.race import to_its_end
-from async_opd.weight_sync.held_rows import HeldRow
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from async_opd.waiting.deadline import Gate, to_its_end
+from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
 from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.hand_out import HandOut
 from trainer.publisher import Publisher

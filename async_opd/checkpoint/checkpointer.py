@@ -5,6 +5,8 @@
 
 It writes one checkpoint at a time. A checkpoint that fails (a full disk) is counted and reported;
 those before it stay as they are.
+
+``state_s`` bounds a call that copies, writes or reads the trainer's whole state.
 """
 
 from __future__ import annotations
@@ -21,12 +23,25 @@ from async_opd.accounting.lineage import Lineage
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import value_of
 from async_opd.checkpoint.store import Checkpoints
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, StageError, StageTimeout
-from async_opd.core.reports import Captured
+from async_opd.core.reports import Captured, WrittenFile
 from async_opd.core.stages import Trainer
-from async_opd.core.written_file import WrittenFile
-from async_opd.waiting.deadline import Bound
-from async_opd.waiting.race import in_thread
+from async_opd.models.model_size import ModelSize
+from async_opd.waiting.deadline import Bound, in_thread
+
+STATE_BYTES = 12
+"""Of each parameter: the float32 weight and AdamW's two moments. Neither a model that is exported
+nor a state with adapters or smaller moments has more."""
+
+
+def state_s(config: RunConfig) -> float:
+    """Seconds: ``checkpoint.timeout_s`` and the time of the bytes of all ranks together.
+
+    It reads the headers of the student's files. ModelError if they cannot be read.
+    """
+    size = ModelSize.read(Path(config.student.model))
+    return config.checkpoint.bound_s(STATE_BYTES * size.floats)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from secrets import token_hex
 from pydantic import TypeAdapter, ValidationError
 
 from async_opd.accounting.roll_backs import ROLL_BACKS, parse_roll_backs
-from async_opd.checkpoint.bounds import state_s
+from async_opd.checkpoint.checkpointer import state_s
 from async_opd.checkpoint.run_copies import (
     END,
     RESULTS,
@@ -35,8 +35,7 @@ from async_opd.checkpoint.run_copies import (
 from async_opd.checkpoint.store import FOLDER, MANIFEST, Checkpoints
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
-from async_opd.core.level import Level
-from async_opd.core.written_file import WrittenFile
+from async_opd.core.reports import Level, WrittenFile
 from async_opd.files.durable import checksum
 from async_opd.files.foreign import ForeignPath
 from async_opd.observability.sinks import Sink, Summary

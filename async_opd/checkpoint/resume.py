@@ -18,15 +18,14 @@ from async_opd.accounting.run_state import Cut
 from async_opd.config.keys import drop_removed
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.nesting import too_deep
+from async_opd.core.nesting import leaves, too_deep
 from async_opd.core.row import Row
 from async_opd.files.foreign import foreign
-from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.kept_steps import forget_steps
-from async_opd.files.lines import whole_lines
+from async_opd.files.lines import MetricsRow, metrics_rows, whole_lines
 from async_opd.files.safe_open import regular_file, write_atomically
 from async_opd.grading.evaluation_files import forget_others
-from async_opd.microscope.folder import forget_after
+from async_opd.microscope import forget_after
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS
 
 MAY_CHANGE = (
@@ -192,18 +191,10 @@ def _logged(run_dir: Path) -> Iterator[tuple[str, MetricsRow]]:
 
 def changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """The keys that differ between the configs of a run and may not, with both values."""
-    was, now = dict(_flat(before)), dict(_flat(after))
+    was, now = dict(leaves(before)), dict(leaves(after))
     return [
         (key, was.get(key), now.get(key))
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key)
         and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
     ]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -33,8 +33,8 @@ from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import EvaluatedSteps, measure_of
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError
+from async_opd.core.reports import WrittenFile
 from async_opd.core.row import Row
-from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import checksum, flush, written_file
 from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.kept_steps import forget_steps

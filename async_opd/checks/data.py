@@ -22,8 +22,7 @@ from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.accuracy import metric_names
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
-from async_opd.grading.graders import find_grader, is_function, load_grader
-from async_opd.grading.verifiers import REMEDY, evaluates
+from async_opd.grading.graders import REMEDY, evaluates, find_grader, is_function, load_grader
 from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.queue.sizes import in_mib

@@ -15,7 +15,7 @@ from async_opd.models.model_files import OF_ATTENTION, ModelError, ModelFiles
 from async_opd.models.tokenizer import text_settings
 
 REPLAYED = ("qwen3_moe",)
-"""``model_type`` of students whose routers can replay (``trainer.mixtures.routing``)."""
+"""``model_type`` of students whose routers can replay (``trainer.student.routing``)."""
 
 
 ALIBI, RECURRENT = "adds ALiBi in its attention", "passes on a recurrent state"

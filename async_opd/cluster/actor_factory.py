@@ -30,15 +30,13 @@ from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import Displaced, EngineStartError
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
-from async_opd.processes.heap import KEEPS
+from async_opd.processes.own_settings import KEEPS
 from async_opd.queue.image_caches import image_caches
-from async_opd.sharing.barriers import Barriers
-from async_opd.waiting.deadline import Bound
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.sharing.gpu_turns import Barriers
+from async_opd.waiting.deadline import Bound, gather_or_cancel
 from async_opd.waiting.waits import Waits
 from rollouter.spec import StudentEngineSpec
-from teachers.endpoint.replica import EndpointReplica
-from teachers.endpoint.spec import endpoint_spec
+from teachers.endpoint.replica import EndpointReplica, endpoint_spec
 from teachers.spec import TeacherEngineSpec
 
 Build = Callable[[], Coroutine[Any, Any, None]]

@@ -23,7 +23,7 @@ from pathlib import Path
 from ray.exceptions import ActorAlreadyExistsError
 
 from async_opd.cluster.actor_shell import RETRY_S, START_KEY, Remote
-from async_opd.cluster.watching.nodes import nodes
+from async_opd.cluster.watching import nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import TRAINER

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.cluster.faults import NODE, last_error_lines, to_stage_error
 from async_opd.cluster.network import name_interface, own_address
-from async_opd.cluster.watching.nodes import (
+from async_opd.cluster.watching import (
     PLACED,
     POLL_S,
     REMOVED,
@@ -51,11 +51,9 @@ from async_opd.core.errors import (
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import PRIVATE_UMASK
 from async_opd.models import torchvision_operators, unasked
-from async_opd.processes.heap import give_back_large_blocks
 from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
-from async_opd.processes.niceness import yield_to_starting
-from async_opd.processes.parent_death import SAFE_PATH
+from async_opd.processes.own_settings import SAFE_PATH, give_back_large_blocks, yield_to_starting
 from async_opd.waiting.deadline import Bound, Deadline
 
 START_KEY, REQUEST_KEY, LIVENESS_KEY = (

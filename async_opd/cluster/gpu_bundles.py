@@ -41,7 +41,7 @@ from async_opd.checks.resources import pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.actor_shell import START_KEY
-from async_opd.cluster.watching.nodes import (
+from async_opd.cluster.watching import (
     ANSWER_S,
     PLACED,
     POLL_S,
@@ -51,8 +51,7 @@ from async_opd.cluster.watching.nodes import (
 )
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.waiting.deadline import Deadline
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import Deadline, gather_or_cancel
 
 TOGETHER_S = 20.0
 """Seconds for Ray to place all units after a look that found room for them."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from async_opd.accounting.images import kept
-from async_opd.checkpoint.bounds import state_s
+from async_opd.checkpoint.checkpointer import state_s
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.resources import refuse_client
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
@@ -44,8 +44,7 @@ from async_opd.cluster.proxies import (
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import ray_session
 from async_opd.cluster.supervision import SingletonActors
-from async_opd.cluster.watching.placement import Placement
-from async_opd.cluster.watching.watch import ClusterWatch
+from async_opd.cluster.watching import ClusterWatch, Placement
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import HeadLost, StageError, first_cause
@@ -54,7 +53,7 @@ from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
 from async_opd.processes.reaper import ProcessReaper
-from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.deadline import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
 from rollouter.stage import RollouterStage, RolloutReplica

@@ -28,9 +28,8 @@ from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.files.safe_open import make_folder, regular_file
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import is_vision_model
-from async_opd.processes.parent_death import SAFE_PATH
-from async_opd.waiting.deadline import Deadline
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.processes.own_settings import SAFE_PATH
+from async_opd.waiting.deadline import Deadline, gather_or_cancel
 
 
 async def check_nodes(config: RunConfig, device: Device) -> ComparedNodes | None:

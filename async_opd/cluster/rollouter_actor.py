@@ -27,9 +27,8 @@ from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.processes.members import Member
 from async_opd.sharing.shared_gpus import SharedGpus, SharingTrainer
 from async_opd.sharing.time_sharing import GpuGuests, GpuHost
+from async_opd.waiting.deadline import StageCalls, gather_or_cancel
 from async_opd.waiting.liveness import answer_s
-from async_opd.waiting.race import gather_or_cancel
-from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import TRIES, BroadcastSync, Snapshot
 from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta

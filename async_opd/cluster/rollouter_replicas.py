@@ -24,8 +24,7 @@ from async_opd.cluster.rollouter_actor import Predecessor, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
 from async_opd.core.reports import SyncReport
-from async_opd.waiting.deadline import Bound, Deadline
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import Bound, Deadline, gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot
 from async_opd.weight_sync.teacher_refresh import TeacherRefresh
 from rollouter.orders import Order

@@ -23,12 +23,11 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
 from async_opd.queue.sizes import payloads
-from async_opd.waiting.deadline import Deadline
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import Deadline, gather_or_cancel
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import RebuildTeacher, TeacherWeights
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankSpec
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 

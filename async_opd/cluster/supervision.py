@@ -20,7 +20,7 @@ from async_opd.core.errors import Displaced, ProcessDied, ProcessRestarts, Stage
 from async_opd.core.stages import TRAINER
 from async_opd.processes.events import Event, State
 from async_opd.processes.members import Member, MemberSet, Policy, Rebuild
-from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.deadline import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
 
 

@@ -25,8 +25,7 @@ from async_opd.sharing.gpu_turns import GpuTurns
 from rollouter.transports import chosen, transport
 from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
 from trainer.publisher import Publisher, Transport
-from trainer.rank_group import GRACE_S, SINGLE_RANK
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import GRACE_S, SINGLE_RANK, RankSpec
 from trainer.replay.replayer import Replayer
 from trainer.stage import TrainerStage
 from trainer.student.named_weights import frozen_names
@@ -41,7 +40,8 @@ def build_trainer(
     followers: Sequence[Remote] = (),
 ) -> TrainerStage:
     """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
-    from trainer.build import build_learner, rows_to_compare
+    from trainer.build import build_learner
+    from trainer.student.reference import rows_to_compare
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
     learner = build_learner(config, device, spec, rank_group)
@@ -59,7 +59,7 @@ def build_trainer(
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,
         rank_group=rank_group,
-        held_rows=rows_to_compare(config, learner),
+        held_rows=rows_to_compare(config, learner.model, learner.sight),
         turns=GpuTurns() if config.rollout.host is not None else None,
         media=cache_of(lambda: batcher.queue, learner.sight),
     )

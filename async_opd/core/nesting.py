@@ -1,11 +1,13 @@
-"""How deep values lie in each other: code that follows them by recursion needs a bound."""
+"""Values that lie in each other: their leaves, and how deep they are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 MAX_DEPTH = 64
-"""Values inside of values, in whatever was written by others."""
+"""Values inside of values, in whatever was written by others: code that follows them by recursion
+needs a bound."""
 
 
 def too_deep(value: Any) -> bool:
@@ -22,3 +24,12 @@ def too_deep(value: Any) -> bool:
         if not level:
             return False
     return any(isinstance(one, dict | list | tuple) for one in level)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dictionaries, by dotted key; an empty dictionary is one."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree

@@ -1,14 +1,27 @@
-"""The answers of the pipeline's stages: reports, events and progress."""
+"""The answers of the pipeline's stages: reports, events, progress and written files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from async_opd.core.samples import Header
 
 LEASE = "lease"
 """The event of a sample at the moment at which a consumer takes it from the queue."""
+ADMISSION, ADMIT, GRADE = "admission", "admit", "grade"
+"""The track of admissions, and the events of a sample's admission and of its grading."""
+
+Level = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that is on the disk: its size in bytes, and its SHA-256 in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)

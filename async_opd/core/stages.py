@@ -7,29 +7,29 @@
 ``pipeline.py`` imports only these Protocols. Plain classes implement them (in one process, for
 tests), and so do the Ray proxies in ``async_opd.cluster``. Messages are frozen, and small except
 the queue's batches.
+A ``Lease`` has leased samples of a topic, and the topic's counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from async_opd.core.batch import Batch
-from async_opd.core.lease import Ack, Lease, MediaStats, TopicStats
-from async_opd.core.level import Level
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.reports import (
     Captured,
     Events,
     Interval,
+    Level,
     Progress,
     StageReport,
     StepReport,
     SyncReport,
+    WrittenFile,
 )
-from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout
+from async_opd.core.samples import DeadLetter, Group, Header, Prompt, Rollout, Sample
 from async_opd.core.uid import Uid
-from async_opd.core.written_file import WrittenFile
 
 TRAINER = "trainer"
 """The trainer's name, in errors; of several ranks the first one's."""
@@ -42,6 +42,63 @@ DEAD = "dead"
 """Dead letters: headers of rollouts that could not be sampled, graded or scored, with reasons."""
 STALE = "stale"
 """Headers of scored samples that are too stale to be trained: their prompts are sampled again."""
+
+Item = TypeVar("Item", Group, Rollout, Sample, DeadLetter)
+Ack = int | tuple[int, ...] | None
+"""Leases to acknowledge."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Batches taken from a topic, which go back to it unless renewed or acknowledged in time.
+
+    Of a lease of headers they have no payloads, which the topic keeps (``Queue.fetch``).
+    """
+
+    id: int
+    batches: tuple[Batch, ...]
+
+    def __len__(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+    def items(self, kind: type[Item]) -> list[Item]:
+        """The items of all batches, which are of this kind."""
+        return unpack(kind, self.batches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(batch.nbytes for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(batch.tokens for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class TopicStats:
+    """A topic now, and its totals since the start (samples; bytes)."""
+
+    ready: int
+    leased: int
+    nbytes: int
+    put: int
+    acked: int
+    returned: int
+    expired: int
+    waiting_producers: int
+    waiting_consumers: int
+
+
+@dataclass(frozen=True)
+class MediaStats:
+    """Images that the queue holds now, and bytes that came in and went out since its start."""
+
+    images: int = 0
+    nbytes: int = 0
+    added_bytes: int = 0
+    fetched_bytes: int = 0
 
 
 def rollouts_topic(teacher: str) -> str:

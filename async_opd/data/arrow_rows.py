@@ -3,27 +3,36 @@
 Nothing in them is decoded: an image or a sound stays its bytes and its path, no file outside of the
 folder is opened and no URL fetched. A row that would be too large is None.
 Raises whatever a broken file makes pyarrow raise.
+
+The size of rows in memory follows from the sizes in the files, before anything is decoded:
+
+    a row group ──refuse_large_group──► pages that may be decoded
+    a stream's messages ──refuse_compressed──► batches that are as large as the file
+    a batch ──size_of──► what its values become as Python objects, those stored once for many, too
+
+Encodings and compression let a file of a few bytes say gigabytes. Of broken files these functions
+raise errors of many kinds.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import pyarrow
+import pyarrow.compute as compute
 import pyarrow.ipc
 import pyarrow.parquet
+import pyarrow.types as types
 
-from async_opd.data.arrow_sizes import (
-    ROWS,
-    is_small,
-    refuse_compressed,
-    refuse_large_group,
-    row_groups,
-)
 from async_opd.data.fields import MAX_ROW_BYTES
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import RemoteFile
@@ -40,6 +49,223 @@ SMALL = 1 << 20
 """Letters, bytes and values of such rows."""
 MAX_STATE_BYTES = 1 << 20
 """Bytes of the JSON file that names the others."""
+AT_ONCE_BYTES = 1 << 30
+"""Most of a row group that is decoded at the same time: of each column a page and its dictionary,
+and of a column with lists 8 bytes for each of its values, all of which one row may have."""
+HEADER_BYTES = 1 << 16
+MAX_PAGES = 100_000
+FOOTER_BYTES, TAIL_BYTES = 16 << 20, 8
+DATA, DATA_V2 = 5, 8
+"""Fields of a page's header that have the number of its values, where the page has any."""
+GROUPS, COLUMNS, ROWS, ABOUT = 4, 1, 3, 3
+"""Fields of a footer, of a row group in it, and of a column in that."""
+VALUES, DECOMPRESSED, COMPRESSED, FIRST, FIRST_DICTIONARY = 5, 6, 7, 9, 11
+"""Fields of a column's statistics: numbers of values and bytes, and places in the file."""
+
+
+def row_groups(file: IO[bytes]) -> list[Any]:
+    """A parquet file's footer: its row groups, by the numbers of thrift's fields.
+
+    Not by pyarrow: a column's sizes that are not valid end the process there.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - TAIL_BYTES, 0))
+    (length,) = struct.unpack_from("<I", file.read(TAIL_BYTES))
+    if length > min(size, FOOTER_BYTES):
+        raise ValueError(f"its footer says that it has {length} bytes")
+    file.seek(size - TAIL_BYTES - length)
+    groups: list[Any] = _Thrift(file.read(length)).section().get(GROUPS, [])
+    return groups
+
+
+def refuse_large_group(group: Any, repeated: list[bool], file: IO[bytes] | None) -> int:
+    """The bytes of the largest page of a parquet row group. ValueError if too much is in it.
+
+    ``repeated``: which columns have lists. Without the ``file`` the sizes of pages are not known:
+    there is what the file's footer says, which a page may exceed.
+    """
+    at_once = largest = declared = 0
+    for column, lists in zip(group[COLUMNS], repeated, strict=True):
+        about = column[ABOUT]
+        declared += about[DECOMPRESSED]
+        pages = [] if file is None else list(_pages(about, file))
+        sizes = [[size for size, values in pages if bool(values) == data] for data in (False, True)]
+        at_once += sum(max(one, default=0) for one in sizes)
+        if lists:
+            at_once += 8 * max(about[VALUES], sum(values for _, values in pages))
+        largest = max([largest, *(size for size, _ in pages)])
+    if declared > 2 * MAX_ROW_BYTES * group[ROWS]:
+        most = f"more than {MAX_ROW_BYTES >> 20} MiB a row"
+        raise ValueError(f"a row group of {group[ROWS]} rows has {declared} bytes, {most}")
+    if at_once > AT_ONCE_BYTES:
+        message = f"{at_once} bytes of a row group are decoded at once, more than {AT_ONCE_BYTES}"
+        remedy = "write it with fewer rows in a group (row_group_size), or without use_dictionary"
+        raise ValueError(f"{message}: {remedy}")
+    return largest
+
+
+def _pages(column: Any, file: IO[bytes]) -> Iterator[tuple[int, int]]:
+    """Decompressed bytes, and number of values, of each page of a column, by its header."""
+    at = min(start for start in (column[FIRST], column.get(FIRST_DICTIONARY, 0)) if start)
+    end, left = at + column[COMPRESSED], column[VALUES]
+    for _ in range(MAX_PAGES):
+        if at >= end or left <= 0:
+            return
+        header, nbytes = _header(file, at)
+        size, stored = header[2], header[3]
+        values = header.get(DATA, header.get(DATA_V2, {})).get(1, 0)
+        if min(size, stored, values) < 0:
+            raise ValueError("a page has a size below 0")
+        at, left = at + nbytes + stored, left - values
+        yield size, values
+    raise ValueError(f"a column of a row group has more than {MAX_PAGES} pages")
+
+
+def _header(file: IO[bytes], at: int) -> tuple[dict[int, Any], int]:
+    """A page's header, and its bytes. Statistics in it may have texts of the page."""
+    for nbytes in (HEADER_BYTES, FOOTER_BYTES):
+        file.seek(at)
+        read = _Thrift(file.read(nbytes))
+        with suppress(IndexError):
+            return read.section(), read.at
+    raise ValueError(f"the header of a page has more than {FOOTER_BYTES} bytes")
+
+
+@dataclass
+class _Thrift:
+    """Thrift's compact form: numbers, sections and lists; texts are left out."""
+
+    data: bytes
+    at: int = 0
+
+    def section(self) -> dict[int, Any]:
+        """The fields of a section by their numbers."""
+        fields: dict[int, Any] = {}
+        field = 0
+        while head := self._byte():
+            field = field + (head >> 4) if head >> 4 else self._signed()
+            if field in fields:  # readers differ in which of them counts
+                raise ValueError(f"field {field} of its footer or of a page is there twice")
+            fields[field] = None if head & 15 in (1, 2) else self._value(head & 15)
+        return fields
+
+    def _value(self, kind: int) -> Any:
+        if kind in (4, 5, 6):
+            return self._signed()
+        if kind == 12:
+            return self.section()
+        if kind in (9, 10):
+            head = self._byte()
+            count = head >> 4 if head >> 4 < 15 else self._number()
+            if count > len(self.data) - self.at:
+                raise ValueError(f"a list has {count} entries")
+            return [self._value(head & 15) for _ in range(count)]
+        skipped = self._number() if kind == 8 else {1: 1, 2: 1, 3: 1, 7: 8}[kind]
+        self.at += skipped
+        return None
+
+    def _byte(self) -> int:
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def _number(self) -> int:
+        found = 0
+        for shift in range(0, 70, 7):
+            byte = self._byte()
+            found |= (byte & 127) << shift
+            if byte < 128:
+                return found
+        raise ValueError("a number has more than 10 bytes")
+
+    def _signed(self) -> int:
+        found = self._number()
+        return (found >> 1) ^ -(found & 1)
+
+
+def refuse_compressed(messages: Any) -> None:
+    """ValueError if a stream of Arrow has compressed batches: each says how large it becomes."""
+    for message in messages:
+        data = message.metadata.to_pybytes()
+        (root,) = struct.unpack_from("<I", data)
+        header = _field(data, root, 2)
+        if message.type == "dictionary":
+            header = _field(data, _follow(data, header), 1)
+        if message.type != "schema" and _field(data, _follow(data, header), 3):
+            raise ValueError("its batches are compressed, and so of any size: save it without")
+
+
+def _field(data: bytes, table: int, number: int) -> int:
+    """Where a table of a flatbuffer has a field; 0 if it has none."""
+    places = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, places)
+    if 4 + 2 * number >= size:
+        return 0
+    (offset,) = struct.unpack_from("<H", data, places + 4 + 2 * number)
+    return table + offset if offset else 0
+
+
+def _follow(data: bytes, at: int) -> int:
+    (offset,) = struct.unpack_from("<I", data, at)
+    return at + int(offset)
+
+
+def is_small(array: Any, most: int) -> bool:
+    """Whether ``size_of`` an array is at most so much. Quick where each value has a bit of it."""
+    return (_is_plain(array.type) and 8 * array.nbytes <= most) or size_of(array) <= most
+
+
+@lru_cache
+def _is_plain(kind: Any) -> bool:
+    """Whether each value of this type takes place in an array, however often it occurs."""
+    if types.is_struct(kind) or types.is_list(kind) or types.is_large_list(kind):
+        inner = [kind.field(number).type for number in range(kind.num_fields)]
+        return bool(inner) and all(map(_is_plain, inner))
+    fixed = types.is_primitive(kind) or types.is_decimal(kind)
+    return fixed or any(is_text(kind) for is_text in TEXTS[:-1])
+
+
+def size_of(array: Any) -> int:
+    """Letters, bytes and values that an array becomes as Python objects.
+
+    Of a dictionary each value counts as often as it occurs. ValueError for unknown types.
+    """
+    kind = array.type
+    if isinstance(array, pyarrow.ExtensionArray):
+        return size_of(array.storage)
+    if types.is_struct(kind):
+        return len(array) + sum(map(size_of, array.flatten()))
+    if types.is_fixed_size_list(kind):
+        return len(array) + size_of(array.flatten())
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        start, end = (array.offsets[at].as_py() for at in (0, -1)) if len(array) else (0, 0)
+        inner = (array.keys, array.items) if types.is_map(kind) else (array.values,)
+        return len(array) + sum(size_of(one.slice(start, end - start)) for one in inner)
+    if types.is_dictionary(kind):
+        used = array.indices.dictionary_encode()  # each value is looked at once
+        lengths = _lengths(array.dictionary.take(used.dictionary))
+        letters = None if lengths is None else lengths.take(used.indices)
+    else:
+        letters = _lengths(array)
+    return len(array) + (0 if letters is None else int(compute.sum(letters).as_py() or 0))
+
+
+def _lengths(array: Any) -> Any:
+    """Letters or bytes of each text of an array; None for numbers."""
+    kind = array.type
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        views = np.frombuffer(array.buffers()[1], np.int32)[::4]
+        return pyarrow.array(views[array.offset : array.offset + len(array)], pyarrow.int64())
+    if any(is_text(kind) for is_text in TEXTS):
+        return compute.cast(compute.binary_length(array), pyarrow.int64())
+    if types.is_nested(kind) or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        raise ValueError(f"values of type {str(kind)[:80]} are not read")
+    return None
+
+
+TEXTS = (
+    *(types.is_string, types.is_large_string, types.is_binary, types.is_large_binary),
+    types.is_fixed_size_binary,
+)
 
 
 def parquet_rows(path: Path | ForeignPath | RemoteFile, start: int = 0) -> Iterator[Fields]:

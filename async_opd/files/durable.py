@@ -1,13 +1,14 @@
-"""Files that survive a power failure, and their checksums."""
+"""Files that survive a power failure, their checksums, and the space that a disk has for them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
-from async_opd.core.written_file import WrittenFile
+from async_opd.core.reports import WrittenFile
 from async_opd.files.foreign import Place, foreign
 
 
@@ -32,3 +33,20 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+SPARE_BYTES = 1 << 30
+"""Bytes that stay free, or half of what is free if that is less."""
+
+
+def without_space(needed: int, place: Path) -> str | None:
+    """The figures if the disk lacks space for so many bytes at a place, which need not exist yet.
+
+    OSError if the disk cannot be asked.
+    """
+    there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    spare = min(SPARE_BYTES, free // 2)
+    if needed <= free - spare:
+        return None
+    return f"{needed} bytes; {free} are free at {there}, of which {spare} stay free"

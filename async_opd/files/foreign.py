@@ -6,6 +6,11 @@
 A downloaded or shared directory may have a link to any file that its reader can read. Therefore no
 link and no ``..`` is followed below it, pipes and devices are not read, and a read has a bound. The
 type is not an ``os.PathLike``: nothing but its methods opens what it names.
+
+Numbers in files that somebody else may have written: those that can be added and shown.
+
+JSON has integers of any length, and Python reads NaN, Infinity and 1e999 in it: one of them in a
+sum or as a time would end the command that reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+from pydantic import Field
 
 from async_opd.files.safe_open import LINK, NO_FILE
 
@@ -250,3 +257,21 @@ def _blobs(home: Path) -> Iterator[Path]:
         kind = repository.name.partition("--")[0]
         if folder.parent.name == "snapshots" and kind in ("models", "datasets"):
             yield repository / "blobs"
+
+
+MOST = 1e300
+"""The largest number: the sum of a file's numbers is finite."""
+MOST_S = 2.5e11
+"""The last moment that has a date, in seconds since the epoch."""
+
+MOST_COUNT = 1 << 53
+"""Above every count."""
+
+Count = Annotated[int, Field(ge=0, lt=MOST_COUNT)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_S, allow_inf_nan=False)]
+"""A duration, or a moment since the epoch."""
+
+
+def number_of(value: object) -> float | None:
+    """A number that is finite and at most ``MOST``; None for anything else."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= MOST else None

@@ -1,16 +1,26 @@
-"""Files of lines that only grow. A line is in the file as a whole or not at all.
+"""Files of lines that only grow: how they are written, and read as JSON objects.
+
+A line is in the file as a whole or not at all.
 
 A kill or a full disk may tear the last line. The next writer cuts the torn part off first
 (``whole_lines``): a line appended to it would be unreadable too.
+
+Readers of metrics, dead letters and the journal meet such a line, which is not an object, at the
+end or where a run was continued.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from async_opd.files.foreign import MOST, MOST_COUNT, MOST_S, RECORD_BYTES, Place, foreign
 from async_opd.files.safe_open import regular_file
 
 CHUNK = 1 << 16
@@ -56,3 +66,58 @@ def whole_lines(path: Path, limit: int | None = None) -> int:
     except FileNotFoundError:
         pass
     return 0
+
+
+@dataclass(frozen=True)
+class MetricsRow:
+    """One line of ``metrics.jsonl``. ``time`` is seconds since the epoch.
+
+    ``values`` has no entry for a metric that was not finite.
+    """
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+def json_objects(
+    path: Place, most: int = RECORD_BYTES
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line that is not empty, and its object; None if it is none. OSError.
+
+    ``most``: see ``ForeignPath.lines``.
+    """
+    return ((line, json_object(line)) for line in _lines(path, most))
+
+
+def metrics_rows(path: Place, most: int = RECORD_BYTES) -> Iterator[tuple[str, MetricsRow | None]]:
+    """Each line of a file of metrics, and its row; None if it is not such a row. OSError."""
+    return ((line, metrics_row(line)) for line in _lines(path, most))
+
+
+def _lines(path: Place, most: int) -> Iterator[str]:
+    return (line.rstrip("\r\n") for line in foreign(path).lines(most) if line.strip())
+
+
+def json_object(line: str) -> dict[str, Any] | None:
+    """The object of a line; None if it is none."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def metrics_row(line: str) -> MetricsRow | None:
+    """The row of a line of metrics; None if it is not such a line."""
+    entry = json_object(line)
+    if entry is None:
+        return None
+    try:
+        step, time = int(entry.pop("step")), float(entry.pop("time", 0.0))
+        values = {key: float(value) for key, value in entry.items() if value is not None}
+        values = {key: value for key, value in values.items() if abs(value) <= MOST}
+        if not 0 <= step < MOST_COUNT or not 0 <= time <= MOST_S:
+            return None
+    except (ValueError, LookupError, TypeError, ArithmeticError):
+        return None
+    return MetricsRow(step, time, values)

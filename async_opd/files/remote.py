@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from async_opd.core.errors import AsyncOPDError
-from async_opd.core.written_file import WrittenFile
+from async_opd.core.reports import WrittenFile
 from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.safe_open import make_folder, refuse_link, regular_file
 

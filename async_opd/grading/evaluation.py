@@ -18,7 +18,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.grading.accuracy import measures
 from async_opd.grading.graders import Grade
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 
 Answers = Callable[[Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
 GradeRollout = Callable[[Rollout], Awaitable[float]]

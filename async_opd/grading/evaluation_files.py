@@ -23,7 +23,7 @@ from async_opd.core.row import Media
 from async_opd.files.foreign import Place, foreign
 from async_opd.files.safe_open import make_folder, write_atomically
 from async_opd.grading.evaluation import Answer, EvaluationResult
-from async_opd.pictures.folder import Thumbnails
+from async_opd.pictures import Thumbnails
 
 EVALS = "evals"
 """The folder of a run directory."""

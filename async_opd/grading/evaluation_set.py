@@ -25,8 +25,7 @@ from async_opd.grading.evaluation_files import EvaluationFiles
 from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.grading.graders import Grade, has_verifier
 from async_opd.models.tokenizer import Text
-from async_opd.pictures.folder import Thumbnails
-from async_opd.pictures.shown_text import ShownText
+from async_opd.pictures import ShownText, Thumbnails
 
 
 def evaluation_of(

@@ -35,11 +35,10 @@ from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.printable import on_one_line
 from async_opd.core.row import Row
-from async_opd.grading.graders import Grade, GradeError, exact, has_verifier
-from async_opd.grading.verifiers import REMEDY, evaluates
+from async_opd.grading.graders import REMEDY, Grade, GradeError, evaluates, exact, has_verifier
 from async_opd.models.engine_args import ONLY_ENGINES_OFFLINE
 from async_opd.processes.output import nonblocking
-from async_opd.processes.parent_death import SAFE_PATH
+from async_opd.processes.own_settings import SAFE_PATH
 from async_opd.waiting.deadline import Bound
 
 PROGRAM = "async_opd.grading.grader_process"
@@ -56,8 +55,6 @@ INHERITED = re.compile(
 a program needs them to be found, to find its files and to keep to its share of the machine."""
 LOADED = "loaded"
 LINE_BYTES = 1 << 20
-
-
 MAX_CHARACTERS = 2000
 """The longest line; the rest of a longer one is shown as further lines."""
 READ_BYTES = 1 << 16

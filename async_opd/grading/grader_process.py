@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from async_opd.core.row import Row
 from async_opd.grading.graders import Grade, GradeError, load_grader
-from async_opd.processes.parent_death import set_parent_death_signal
+from async_opd.processes.own_settings import set_parent_death_signal
 
 LOADED = "loaded"
 """The request that the first answer is to."""

@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from async_opd.config.device_defaults import Recomputation
-from async_opd.memory.activations import Precision, layer_bytes, layer_gradients, products_bytes
-from async_opd.memory.tower import kept_of_tower, layer_of_tower, pixels_of
+from async_opd.memory.activations import (
+    Precision,
+    kept_of_tower,
+    layer_bytes,
+    layer_gradients,
+    layer_of_tower,
+    pixels_of,
+    products_bytes,
+)
 from async_opd.models.model_size import ModelSize
 
 MIB = 1 << 20

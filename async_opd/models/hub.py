@@ -1,4 +1,7 @@
-"""Models named by a hub id are replaced by local directories before their files are read."""
+"""Models named by a hub id are replaced by local directories before their files are read.
+
+Directories of the hub's local cache are traced back to the ids that they are copies of.
+"""
 
 from __future__ import annotations
 
@@ -157,3 +160,15 @@ def _replaced(config: RunConfig, directory_of: Callable[[NamedModel], str | None
     }
     student = config.student.model_copy(update=updates.get("student", {}))
     return config.model_copy(update={"student": student, "teachers": teachers})
+
+
+_SNAPSHOT = re.compile(r"/(?:models|datasets)--([^/]+)/snapshots/([^/]+)")
+
+
+def hub_id(path: str) -> tuple[str, str] | None:
+    """The id and the revision of a path in the cache: ``…/models--me--m/snapshots/0f1…``.
+
+    None for any other path.
+    """
+    found = _SNAPSHOT.search(path)
+    return None if found is None else (found[1].replace("--", "/", 1), found[2])

@@ -3,7 +3,7 @@
 With LongRoPE vLLM takes one set of factors for all sequences, by ``max_model_len``: the long ones
 if that is beyond the model's original positions, which is its default. With dynamic NTK it has the
 frequencies of the original positions, and none beyond them. transformers chooses both anew for each
-row, by its longest position: ``trainer/student/rotary.py`` makes it choose as vLLM does.
+row, by its longest position: ``trainer/student/loading.py`` makes it choose as vLLM does.
 
 Sources: vLLM 0.32, config/model.py (_get_and_verify_max_len) and
 model_executor/layers/rotary_embedding.

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from async_opd.core.reports import Interval, StepReport
+from async_opd.core.reports import ADMIT, Interval, StepReport
 from async_opd.core.samples import Group, Rollout
 from async_opd.core.stages import Log
 from async_opd.core.uid import is_traced, rollout_uid
-from async_opd.observability.trace_events import ADMIT
 
 
 class Activity:

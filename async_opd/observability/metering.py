@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from async_opd.core.lease import TopicStats
 from async_opd.core.reports import Interval, StageReport, StepReport, SyncReport
-from async_opd.core.stages import Stages
+from async_opd.core.stages import Stages, TopicStats
 from async_opd.observability.activity import covered, overlap_s, trained_samples
 from async_opd.observability.pool_report import POOLS_S, pool_reports
 

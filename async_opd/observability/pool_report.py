@@ -6,10 +6,9 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from async_opd.core.lease import TopicStats
 from async_opd.core.reports import StageReport
-from async_opd.core.stages import Stages
-from async_opd.files.json_lines import MetricsRow
+from async_opd.core.stages import Stages, TopicStats
+from async_opd.files.lines import MetricsRow
 
 POOLS_S = "perf/pools_s"
 """Seconds that a row's metrics of pools are about: since the last row with metrics of pools."""

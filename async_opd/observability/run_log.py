@@ -7,6 +7,8 @@
 All methods are called from the driver's event loop. A file that cannot be written ends the run with
 StageError, and a run whose record is incomplete never ends as completed. A sink that fails is
 reported once, counted (``log/sink_failures``), and ends the run only if it is ``required``.
+
+``EventForwarder`` writes the events of stages to ``run.log``, also while no step ends.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import math
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,12 +31,11 @@ from typing import Self, TextIO
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
-from async_opd.core.errors import StageError
-from async_opd.core.level import Level
+from async_opd.core.errors import AsyncOPDError, StageError
 from async_opd.core.printable import indented, on_one_line
-from async_opd.core.reports import Interval
+from async_opd.core.reports import Interval, Level
 from async_opd.core.samples import DeadLetter
-from async_opd.core.stages import LOG
+from async_opd.core.stages import LOG, Log, Queue, Rollouter, TeacherScorer
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
 from async_opd.observability.loggers.chosen import logger_sinks
@@ -46,8 +48,6 @@ from async_opd.waiting.waits import EVERY_S, WAITING, named
 METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
 RUN_LOG, SUMMARY = "run.log", "summary.json"
 SINK_FAILURES = "log/sink_failures"
-
-
 LEVELS: tuple[Level, ...] = ("info", "warning", "error")
 _ABOUT = re.compile(
     r"(?P<stage>student|trainer|teacher [^\s/:]+|rollouter|scorer|queue)(/\d+)?[ :]"
@@ -387,3 +387,38 @@ def _printable(summary: Summary) -> Summary:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+
+
+LAST_EVENTS_S = 5.0
+"""Seconds that a failing run waits for the last events of a stage that may have died."""
+Stage = Queue | Rollouter | TeacherScorer
+"""A stage that has events."""
+
+
+@dataclass(eq=False)
+class EventForwarder:
+    """Asks each stage for the events after those it has seen."""
+
+    log: Log
+    _seen: Counter[int] = field(default_factory=Counter, init=False)  # by id() of the stage
+
+    async def forward(self, stage: Stage) -> None:
+        """Writes the stage's events as they come, until cancelled."""
+        while True:
+            await self._forward_once(stage)
+
+    async def forward_last(self, *stages: Stage) -> None:
+        """Writes the events before the error that ends the run, which may explain it."""
+        for stage in stages:
+            with suppress(AsyncOPDError, TimeoutError):
+                async with asyncio.timeout(LAST_EVENTS_S):
+                    while await self._forward_once(stage, wait=False):
+                        pass
+
+    async def _forward_once(self, stage: Stage, wait: bool = True) -> bool:
+        """Forwards the next events; whether there were any."""
+        events = await stage.events(self._seen[id(stage)], wait)
+        self._seen[id(stage)] = events.seen
+        for line in events.lines:
+            self.log.message(line, "info" if line.startswith(WAITING) else "warning")
+        return bool(events.lines)

@@ -16,9 +16,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from async_opd.core.lease import Ack, Lease
 from async_opd.core.reports import LEASE, Interval
-from async_opd.core.stages import Queue
+from async_opd.core.stages import Ack, Lease, Queue
 from async_opd.core.uid import is_traced
 from async_opd.waiting.deadline import Deadline, Timer
 

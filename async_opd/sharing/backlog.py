@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from async_opd.core.batch import MESSAGE_BYTES
-from async_opd.core.lease import Lease
+from async_opd.core.stages import Lease
 
 BacklogRequest = Callable[[], Awaitable[None]]
 

@@ -6,12 +6,19 @@
 for ``linger_s``: it waits for samples that the engines are to make, or for a weight sync, which
 needs them awake. The trainer's turn ends with each wait, so that no wait lasts for ever.
 ``linger_s`` is the time in which the driver calls the next step, snapshot or capture.
+
+Engines on the GPUs of several ranks start at a barrier, whose last arrival does the work:
+
+process 0 ──arrive──┐
+process 1 ──arrive──┴──► the last one starts the engine ──► all of them go on
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
 
 from async_opd.core.stages import TRAINER
 from async_opd.waiting.deadline import Cancellable, Deadline, Timer, loop_timer
@@ -116,3 +123,48 @@ class GpuTurns:
             await self._unwanted.wait()
             entered = self._entered
             await self._deadline.pause(self._linger_s)
+
+
+@dataclass
+class Barrier:
+    """The participants that have arrived; whether the work has ended, and its error if any."""
+
+    arrived: set[int] = field(default_factory=set)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    error: BaseException | None = None
+
+
+class Barriers:
+    """Barriers by name. Participants that share several must arrive at them in the same order.
+
+    A participant waits for the others until its caller cancels it: a caller whose participant
+    fails before it arrives has to cancel the others, as a TaskGroup does.
+    """
+
+    def __init__(self) -> None:
+        self._barriers: defaultdict[tuple[str, int], Barrier] = defaultdict(Barrier)
+
+    async def arrive(
+        self,
+        name: tuple[str, int],
+        participant: int,
+        expected: Collection[int],
+        work: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Returns when all ``expected`` participants have arrived and the last one's work is done.
+
+        Raises the error of that work at every participant.
+        """
+        barrier = self._barriers[name]
+        barrier.arrived.add(participant)
+        if barrier.arrived >= set(expected):
+            try:
+                await work()
+            except BaseException as error:
+                barrier.error = error
+                raise
+            finally:
+                barrier.ended.set()
+        await barrier.ended.wait()
+        if barrier.error is not None:
+            raise barrier.error

@@ -29,9 +29,8 @@ from typing import Protocol
 
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.reports import Progress
-from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.deadline import Deadline, Timer, gather_or_cancel, race
 from async_opd.waiting.liveness import Ask, ProgressWatchdog
-from async_opd.waiting.race import gather_or_cancel, race
 
 KEY = "timeouts.request_s"
 

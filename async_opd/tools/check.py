@@ -35,7 +35,7 @@ from async_opd.files.kept_steps import KEPT
 from async_opd.files.origin import ORIGIN
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
 from async_opd.grading.evaluation_files import EVALS
-from async_opd.microscope.folder import MICROSCOPE
+from async_opd.microscope import MICROSCOPE
 from async_opd.models.hub import named_models, with_cached
 from async_opd.models.model_files import ModelError
 from async_opd.observability.live.live_file import LIVE_FILE

@@ -146,7 +146,7 @@ def _exported(checkpoint: Path, target: Path, trusted: bool) -> str:
     """Writes the checkpoint's model to ``target``, by the config of its run. ConfigError."""
     from async_opd.files.safe_open import private_files
     from async_opd.tools.given_run import given_run
-    from trainer.saving.checkpoint_model import export_checkpoint
+    from trainer.saving.export import export_checkpoint
 
     run = given_run(checkpoint, trusted)
     try:
@@ -174,7 +174,7 @@ def evaluate(
     from async_opd.grading.evaluation_set import evaluation_of
     from async_opd.memory.pools import EVAL
     from async_opd.models.tokenizer import Text
-    from async_opd.pictures.folder import MEDIA, Thumbnails
+    from async_opd.pictures import MEDIA, Thumbnails
     from async_opd.prepare import check_inputs
 
     # a teacher need not be a model that can be trained
@@ -221,8 +221,8 @@ async def _measured(
     """The metrics, after the answers are written. StageError."""
     from async_opd.cluster.launch import launch_evaluators
     from async_opd.observability.stall import most_tokens
+    from async_opd.waiting.deadline import race
     from async_opd.waiting.liveness import ProgressWatchdog
-    from async_opd.waiting.race import race
 
     watchdog = ProgressWatchdog("evaluation", evaluated.timeouts.stall_s, "timeouts.stall_s")
     ends = text.response_ends()

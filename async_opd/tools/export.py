@@ -61,7 +61,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from async_opd.checkpoint.fetched_run import record_and_weights, run_at
+    from async_opd.checkpoint.run_copies import record_and_weights, run_at
     from async_opd.checkpoint.store import FOLDER
     from async_opd.config.paths import is_url
     from async_opd.files.safe_open import private_files
@@ -134,7 +134,7 @@ def push(folder: Path, repo: str) -> str:
 
 
 def _of_checkpoint(run: GivenRun, checkpoint: Path, target: Path, dtype: str | None) -> None:
-    from trainer.saving.checkpoint_model import export_checkpoint
+    from trainer.saving.export import export_checkpoint
 
     given = {} if dtype is None else {"export_dtype": dtype}
     train = run.config.train.model_copy(update=given)
@@ -150,7 +150,7 @@ def _of_run(run: GivenRun, target: Path, dtype: str | None) -> None:
 
     ConfigError for another dtype, without a model, or if the disk has no space for it.
     """
-    from async_opd.files.disk_space import without_space
+    from async_opd.files.durable import without_space
     from async_opd.files.safe_open import make_folder, regular_file
 
     model = run.run_dir / "model"
@@ -299,7 +299,7 @@ def _without_place(text: str) -> str:
 
     A copy in the hub's cache is named by id and revision.
     """
-    from async_opd.files.hub_snapshot import hub_id
+    from async_opd.models.hub import hub_id
 
     if (cached := hub_id(text)) is not None:
         return "@".join(cached)

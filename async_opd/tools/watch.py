@@ -21,7 +21,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
 from async_opd.files.foreign import Place, foreign
-from async_opd.files.json_lines import MetricsRow, metrics_row
+from async_opd.files.lines import MetricsRow, metrics_row
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.observability.live.console import LiveConsole, PlainConsole, open_console, print_end
 from async_opd.observability.live.display import Display
@@ -46,8 +46,6 @@ and writes nothing. Ctrl-C ends the view, not the run. Exit code 1: the run's pr
 
   async_opd watch runs/quickstart
 """
-
-
 READ_BYTES = 16 << 20
 """Bytes that one look reads at most; a longer line is left out."""
 END_BYTES = 64

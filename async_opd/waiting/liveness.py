@@ -11,8 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout
 from async_opd.core.reports import Progress
-from async_opd.waiting.deadline import Deadline, Timer
-from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.deadline import Deadline, Timer, gather_or_cancel, race
 
 Result = TypeVar("Result")
 
@@ -20,8 +19,6 @@ PROBES_PER_TIMEOUT = 4
 """Progress reports that are asked for within the bound."""
 MAX_RECOMPUTED = 2
 """How often a token may be computed: a request that an engine preempts begins anew."""
-
-
 ANSWER_S = 20.0
 """Seconds for one of several to answer: a member that hangs does not hold up the others."""
 MAX_NAMED = 8

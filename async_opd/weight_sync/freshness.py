@@ -14,7 +14,7 @@ parameters  see one wrong bit of those that are sent tensors, or some joined (wh
             ``async_opd.weight_sync.parameters``), any difference between two replicas, and
             that other matrices change when what is sent does, from the second comparison on
 
-The rows (``async_opd.weight_sync.held_rows``) are fixed. Of a VLM student one has an image,
+The rows (``async_opd.weight_sync.layout``) are fixed. Of a VLM student one has an image,
 which the trainer's tower computes, and the engine's.
 
     trainer's and replica's log-probabilities ──► a Distance for each kind of rows
@@ -38,8 +38,7 @@ import numpy as np
 
 from async_opd.core.arrays import Float32
 from async_opd.core.errors import WeightSyncError, WrongWeights
-from async_opd.weight_sync.held_rows import Kind, by_kind
-from async_opd.weight_sync.layout import Reference, WeightMeta
+from async_opd.weight_sync.layout import Kind, Reference, WeightMeta, by_kind
 from async_opd.weight_sync.parameters import (
     PACKED,
     LearnedParameters,
@@ -51,8 +50,6 @@ from async_opd.weight_sync.parameters import (
 
 ROWS: dict[Kind, str] = {"text": "held rows", "image": "the held row with an image"}
 Receivers = Mapping[int, "Evidence"]
-
-
 FIRST_RATIO = 32.0
 """Largest mean difference at a first sync, in multiples of the noise that one rounding of each
 module's result makes. `python -m benchmarks.freshness` finds 1.2 of them with bfloat16 engines and

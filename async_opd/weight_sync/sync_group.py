@@ -27,8 +27,7 @@ from async_opd.core.reports import Progress
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.liveness import ProgressWatchdog
 from async_opd.weight_sync.freshness import Evidence
-from async_opd.weight_sync.held_rows import HeldRow
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
 
 Result = TypeVar("Result")
 

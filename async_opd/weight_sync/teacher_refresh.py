@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.files.safe_open import make_folder, refuse_link, remove_tree
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 
 Save = Callable[[str], Awaitable[None]]
 Load = Callable[[str, int, str], Coroutine[Any, Any, None]]

@@ -29,9 +29,9 @@ from benchmarks.gpu.measuring import (
 from benchmarks.gpu.students import rank_of, samples, student
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
-from trainer.layers.recomputation import recompute_activations
+from trainer.layers import recompute_activations
 from trainer.rank import Rank
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankSpec
 from trainer.student.sharding import full_tensor, join_mesh
 
 STEPS, RATE = 3, 1e-4

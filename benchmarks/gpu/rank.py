@@ -5,7 +5,7 @@
 of the row, recomputed activations, kind of attention. Random weights change no product's time.
 
     tokens_per_s   tokens of the row over the time of forward and backward pass
-    utilization    model FLOPs (trainer/flops.py) over that time, as a share of ``matmul_tflops``
+    utilization    model FLOPs (trainer/utilization.py) in that time: a share of ``matmul_tflops``
     matmul_tflops  a product of two 8192 x 8192 bfloat16 matrices, measured in the same call
     peak_gib       most memory of torch's tensors: weights, moments and gradients included
     first_ms       the first pass, in which kernels are compiled
@@ -41,10 +41,9 @@ from benchmarks.gpu.measuring import (
 from benchmarks.gpu.students import SHAPES, TrainSettings, rank_of, samples, student
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
-from trainer.layers.recomputation import recompute_activations
+from trainer.layers import recompute_activations
 from trainer.rank import Rank
-from trainer.student.attention_choice import Attention
-from trainer.student.attention_probe import platform_of
+from trainer.student.attention_choice import Attention, platform_of
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import in_bfloat16, set_attention
 

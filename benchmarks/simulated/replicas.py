@@ -15,7 +15,7 @@ from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.observability.activity import Activity
-from async_opd.tools.plan.measure.lengths import Lengths
+from async_opd.tools.plan.setting import Lengths
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from benchmarks.simulated.decoder import Decoder
 from rollouter.rollout_worker import RolloutWorker

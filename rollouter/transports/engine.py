@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from async_opd.models.lm_head import pack_again
-from async_opd.processes.parent_death import set_parent_death_signal_in_child
+from async_opd.processes.own_settings import set_parent_death_signal_in_child
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 from rollouter.transports.chunks import BACKEND, Receiver, SecondsLeft
 
@@ -149,7 +149,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
     def finish_weight_update(self) -> None:
         """Finishes the reload, and packs again what a CPU's kernels want packed.
 
-        An adapter is loaded after it (``rollouter.adapter_worker``).
+        An adapter is loaded after it (``rollouter.freshness_worker``).
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

@@ -21,10 +21,9 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.media.cache import MediaCache
 from async_opd.models.tokenizer import Text
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from teachers.endpoint.api import TokenId
-from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica
-from teachers.endpoint.spec import endpoint_spec
+from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica, endpoint_spec
 
 CHECK = Uid("check")
 REMEDY = "its first answer may take long, or it is busy: raise teachers.*.health.timeout_s"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from async_opd.accounting.waste import Waste
+from async_opd.accounting.run_state import Waste
 from async_opd.core.reports import StepReport
 from async_opd.core.samples import Header
 

@@ -26,7 +26,7 @@ from async_opd.config.sections.plan import RolloutPlan
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.run_log import RunLog
 from async_opd.pipeline import Pipeline
-from async_opd.tools.plan.measure.lengths import Lengths
+from async_opd.tools.plan.setting import Lengths
 from benchmarks.pipeline import Prompts
 from tests.cluster.simulated import FACTORIES, config
 

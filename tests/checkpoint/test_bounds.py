@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from async_opd.checkpoint.bounds import state_s
+from async_opd.checkpoint.checkpointer import state_s
 from tests.world.config import run_config as config
 
 

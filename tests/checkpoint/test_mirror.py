@@ -28,10 +28,9 @@ from async_opd.checkpoint.earlier_run import (
     refuse_mirrored,
     take_mirrored,
 )
-from async_opd.checkpoint.fetched_run import run_at
 from async_opd.checkpoint.mirror import TRIES, Mirror
 from async_opd.checkpoint.resume import identity
-from async_opd.checkpoint.run_copies import END, LISTING, RunCopies, may_be_copied
+from async_opd.checkpoint.run_copies import END, LISTING, RunCopies, may_be_copied, run_at
 from async_opd.checkpoint.store import Checkpoints, load
 from async_opd.config.load import load_config
 from async_opd.core.errors import CheckpointError, ConfigError, StageError

@@ -18,8 +18,8 @@ from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import cut_files, evaluated_steps, identity, refuse_changes
 from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load, superseded
 from async_opd.core.errors import CheckpointError, ConfigError
+from async_opd.core.reports import WrittenFile
 from async_opd.core.row import Row
-from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.grading.evaluation_files import EVALS
 from tests.world.config import run_config as config

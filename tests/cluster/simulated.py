@@ -19,11 +19,11 @@ from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import launch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
+from async_opd.core.reports import WrittenFile
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
-from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
-from async_opd.tools.plan.measure.lengths import Lengths
+from async_opd.tools.plan.setting import Lengths
 from benchmarks.simulated.trainer import SimulatedLearner, build_simulated_trainer
 from trainer.learner import LearnerReport
 from trainer.stage import TrainerStage

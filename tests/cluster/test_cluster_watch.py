@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.watching.nodes import ANSWER_S, VERDICT_S, Node, lost_node
-from async_opd.cluster.watching.watch import HEAD_S, RECONNECT, WATCH_S, ClusterWatch, left_s
+from async_opd.cluster.watching import (
+    ANSWER_S,
+    HEAD_S,
+    RECONNECT,
+    VERDICT_S,
+    WATCH_S,
+    ClusterWatch,
+    Node,
+    left_s,
+    lost_node,
+)
 from async_opd.core.errors import HeadLost, StageError
 from async_opd.waiting.deadline import Deadline
 from tests.world.clock import ManualTimer, settle

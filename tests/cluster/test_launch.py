@@ -17,7 +17,7 @@ from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError
-from async_opd.processes.heap import KEEPS
+from async_opd.processes.own_settings import KEEPS
 from tests.world.clock import settle
 from tests.world.config import run_config
 from tests.world.processes import FakeHandle

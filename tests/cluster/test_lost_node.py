@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_opd.checks.resources import gpus_of_cluster
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.gpu_bundles import gpu_nodes, names, reserve
-from async_opd.cluster.watching.placement import Placement
+from async_opd.cluster.watching import Placement
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
     ConfigError,

@@ -6,7 +6,7 @@ import pytest
 
 from async_opd.checks.gpu_plan import Bundle, GpuNode, Unit
 from async_opd.cluster.gpu_bundles import names
-from async_opd.cluster.watching.placement import Placement
+from async_opd.cluster.watching import Placement
 from async_opd.waiting.waits import EVERY_S, Waits
 from tests.world.clock import ManualTimer
 

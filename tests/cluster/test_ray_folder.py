@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.cluster import ray_folder, session
-from async_opd.cluster.ray_folder import LOGS, RayFolder
+from async_opd.cluster import session
+from async_opd.cluster import session as ray_folder
+from async_opd.cluster.session import LOGS, RayFolder
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def joins(rank: int, address: str) -> None:
     import torch
 
     from async_opd.cluster.network import name_interface
-    from trainer.rank_spec import RankSpec
+    from trainer.rank_group import RankSpec
     from trainer.student.sharding import join_mesh
 
     ray.util.get_node_ip_address = lambda: address

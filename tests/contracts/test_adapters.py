@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # imports vllm
 LORA = "vllm.lora"
 LAYER = "model.layers.0.self_attn.q_proj"
 SENT = f"base_model.model.{LAYER}"
-WORKER = "rollouter/adapter_worker.py"
+WORKER = "rollouter/freshness_worker.py"
 
 
 def test_an_adapter_is_made_of_tensors_in_the_form_of_peft() -> None:

@@ -170,7 +170,7 @@ def test_a_request_that_is_refused_is_an_error_of_the_client() -> None:
 def test_an_engines_load_is_read_from_its_statistics() -> None:
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-    from rollouter.engine_load import load_watcher
+    from rollouter.engine_io import load_watcher
 
     loads: list[Any] = []
     tokens: list[int] = []

@@ -16,7 +16,7 @@ from async_opd.core.samples import DeadLetter
 from async_opd.grading.evaluation import Answer, EvaluationResult
 from async_opd.grading.evaluation_files import EVALS, EvaluationFiles, forget_others
 from async_opd.grading.graders import Grade
-from async_opd.pictures.folder import MEDIA, Thumbnails
+from async_opd.pictures import MEDIA, Thumbnails
 from tests.conftest import make_rollout
 from tests.data.pictures import BLUE, RED
 from tests.pictures.test_folder import media

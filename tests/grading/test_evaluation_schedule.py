@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
-from async_opd.grading.evaluation_schedule import Evaluations
+from async_opd.grading.evaluation_runs import Evaluations
 
 
 def evaluations(

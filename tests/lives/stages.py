@@ -18,11 +18,10 @@ from typing import Any
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError
-from async_opd.core.reports import StageReport, SyncReport
+from async_opd.core.reports import StageReport, SyncReport, WrittenFile
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import TRAINER, SamplingSpec
 from async_opd.core.uid import rollout_uid
-from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.media.cache import MediaCache
 from rollouter.evaluators import Evaluators

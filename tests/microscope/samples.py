@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.microscope.record import SampleRecord
+from async_opd.microscope import SampleRecord
 
 TEXTS = {i: chr(ord("a") + i) for i in range(26)}
 

@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 
 from async_opd.core.row import Media
 from async_opd.core.uid import Uid
-from async_opd.microscope.folder import (
+from async_opd.microscope import (
     MICROSCOPE,
+    RecordError,
     RecordWriter,
+    SampleRecord,
     files,
+    from_bytes,
     is_recorded,
     records,
+    to_bytes,
     unreadable,
 )
-from async_opd.microscope.record import RecordError, SampleRecord, from_bytes, to_bytes
 from tests.microscope.samples import TEXTS, record
 
 

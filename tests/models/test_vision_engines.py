@@ -17,7 +17,7 @@ from async_opd.config.sections.engine import EngineConfig
 from async_opd.media.decode import decode
 from async_opd.models.engine_args import engine_kwargs
 from async_opd.models.processor import ImageProcessor
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from tests.vision_models import FAMILIES, TOKENS, gemma3
 
 pytestmark = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LogConfig
-from async_opd.core.level import Level
+from async_opd.core.reports import Level
 from async_opd.observability.run_log import LEVELS, RunLog, is_shown, json_line
 from async_opd.tools.report.recorded_run import messages
 from tests.observability.test_run_log import Clock, Recorder, config

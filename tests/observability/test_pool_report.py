@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_opd.core.reports import StageReport
-from async_opd.files.json_lines import MetricsRow
+from async_opd.files.lines import MetricsRow
 from async_opd.observability.pool_report import between_reports, merge_reports
 
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from async_opd.core.reports import Interval
 from async_opd.core.uid import TRACED, is_traced
-from async_opd.observability import trace_file as module
+from async_opd.observability import trace as module
 from async_opd.observability.sinks import Summary
-from async_opd.observability.trace import TraceSink
-from async_opd.observability.trace_events import MAX_PENDING, Lanes, SampleFlows
+from async_opd.observability.trace import MAX_PENDING, Lanes, SampleFlows, TraceSink
 
 START = 1_000_000.0
 SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))

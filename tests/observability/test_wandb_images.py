@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from async_opd.core.row import Media
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter
-from async_opd.observability.loggers.sample_tables import SampleTables
+from async_opd.microscope import MICROSCOPE, RecordWriter
 from async_opd.observability.run_log import RunLog
-from async_opd.pictures.folder import MEDIA, Thumbnails, thumbnail_file
+from async_opd.observability.wandb_sink import SampleTables
+from async_opd.pictures import MEDIA, Thumbnails, thumbnail_file
 from tests import wandb_rows
 from tests.data.pictures import BLUE, RED
 from tests.microscope.samples import record

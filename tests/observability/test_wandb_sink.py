@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import RunConfig
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter
+from async_opd.microscope import MICROSCOPE, RecordWriter
 from async_opd.observability import wandb_sink
 from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import RunLog

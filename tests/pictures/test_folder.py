@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from async_opd.core.row import Media
-from async_opd.pictures.folder import (
+from async_opd.pictures import (
     MEDIA,
     PNG_BYTES,
     SIDE,

@@ -11,8 +11,7 @@ from async_opd.core.row import Row
 from async_opd.core.samples import Prompt
 from async_opd.core.uid import Uid
 from async_opd.data.prompts import PromptStream
-from async_opd.pictures.folder import MEDIA, Thumbnails
-from async_opd.pictures.recorded_prompts import RecordedPrompts
+from async_opd.pictures import MEDIA, RecordedPrompts, Thumbnails
 from tests.data.pictures import picture
 from tests.pictures.test_folder import media
 

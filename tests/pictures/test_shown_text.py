@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.core.row import Media
-from async_opd.pictures.shown_text import ShownText, folded, image_ids
+from async_opd.pictures import ShownText, folded, image_ids
 
 PAD = 7
 

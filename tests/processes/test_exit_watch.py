@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from async_opd.core.errors import ProcessDied
-from async_opd.processes.exit_watch import ExitWatch
+from async_opd.processes.engine_workers import ExitWatch
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ async def test_all_work_ends_and_what_comes_later_too(pipe: tuple[int, int]) -> 
 
 SAYS_AND_ENDS = """
 import asyncio, os, subprocess, sys
-from async_opd.processes.exit_watch import ExitWatch
+from async_opd.processes.engine_workers import ExitWatch
 
 async def main():
     ended, child_s = os.pipe()

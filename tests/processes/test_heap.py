@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from async_opd.processes.heap import CHOSEN, KEEPS, LARGE
+from async_opd.processes.own_settings import CHOSEN, KEEPS, LARGE
 
 SHOWN = """
 import psutil
-from async_opd.processes.heap import LARGE, give_back_large_blocks
+from async_opd.processes.own_settings import LARGE, give_back_large_blocks
 def resident():
     return psutil.Process().memory_info().rss
 block = b"1" * (4 * LARGE)

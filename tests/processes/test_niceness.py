@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from async_opd.processes.niceness import OF_RAY, SERVING, YIELDS, starting_niceness
+from async_opd.processes.own_settings import OF_RAY, SERVING, YIELDS, starting_niceness
 
 SHOWN = """
 import os, subprocess, sys, threading
-from async_opd.processes.niceness import yield_to_starting
+from async_opd.processes.own_settings import yield_to_starting
 over = threading.Event()
 thread = threading.Thread(target=over.wait)
 thread.start()

@@ -11,7 +11,7 @@ from tests.processes.test_signals import is_gone
 
 PROGRAM = """
 import multiprocessing, time
-from async_opd.processes.parent_death import set_parent_death_signal_in_child
+from async_opd.processes.own_settings import set_parent_death_signal_in_child
 
 def child():
     set_parent_death_signal_in_child()

@@ -22,7 +22,7 @@ sys.exit(not mask.value >> tile_data & 1)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this CPU has no AMX")
-@pytest.mark.parametrize("worker", ["rollouter.adapter_worker", "teachers.scoring_worker"])
+@pytest.mark.parametrize("worker", ["rollouter.freshness_worker", "teachers.scoring_worker"])
 def test_a_process_with_a_worker_may_use_amx(worker: str) -> None:
     """vLLM's attention in bfloat16 uses it without asking: SIGILL."""
     assert subprocess.run([sys.executable, "-c", ALLOWED, worker], timeout=300).returncode == 0

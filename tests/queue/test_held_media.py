@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.row import Media
 from async_opd.media.cache import MediaCache
-from async_opd.queue.held_media import HeldMedia
-from async_opd.queue.message_queue import MessageQueue
+from async_opd.queue.message_queue import HeldMedia, MessageQueue
 from tests.properties import examples
 from tests.world.clock import ManualTimer
 

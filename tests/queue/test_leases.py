@@ -8,8 +8,8 @@ import time
 import pytest
 
 from async_opd.core.batch import Batch
-from async_opd.core.lease import Lease
-from async_opd.queue.leases import LeaseTable
+from async_opd.core.stages import Lease
+from async_opd.queue.topic import LeaseTable
 from tests.conftest import make_rollout
 from tests.world.clock import ManualTimer
 

@@ -9,7 +9,7 @@ import pytest
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import QueueClosed, StageError
-from rollouter.outbox import Outbox
+from rollouter.rollout_worker import Outbox
 from tests.conftest import make_rollout
 
 

@@ -16,7 +16,7 @@ from async_opd.core.sequence import spans_of
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.grading.graders import GradeError
 from async_opd.models.tokenizer import Text
-from rollouter.rewards import RewardGrader
+from rollouter.rollout_worker import RewardGrader
 from tests.conftest import make_prompt, make_rollout
 
 MODULE = """

@@ -25,7 +25,7 @@ from async_opd.weight_sync.layout import Reference, WeightMeta
 from tests.vision_models import EOS, qwen3_vl
 from tests.vision_prompts import PROMPTS, Fetches, Transformers, prompt_of, vision_kwargs
 from trainer.rank import Rank
-from trainer.vision.held import rows_to_hold
+from trainer.student.reference import rows_to_hold
 from trainer.vision.images import Sight
 
 pytest.importorskip("torchvision")

@@ -33,7 +33,7 @@ from async_opd.cli import main
 
 def load(kind, folder):
     if kind == "student":
-        from trainer.student.empty import EmptyStudent
+        from trainer.student.loading import EmptyStudent
         EmptyStudent(Path(folder))
     else:
         from async_opd.models.processor import ImageProcessor

@@ -16,8 +16,8 @@ from async_opd.config.load import load_config
 from async_opd.config.secrets import names_secret
 from async_opd.core.errors import ConfigError
 from async_opd.files.foreign import ForeignPath
-from async_opd.files.json_lines import MetricsRow
 from async_opd.files.kept_steps import KEPT, kept_name
+from async_opd.files.lines import MetricsRow
 from async_opd.tools.importing import hydra
 from async_opd.tools.importing.budget import Budget
 from async_opd.tools.plan.inputs import setting_of

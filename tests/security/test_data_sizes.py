@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
-from async_opd.data import arrow_sizes
-from async_opd.data.arrow_rows import parquet_rows
-from async_opd.data.arrow_sizes import (
+from async_opd.data import arrow_rows as arrow_sizes
+from async_opd.data.arrow_rows import (
     ABOUT,
     COLUMNS,
     DECOMPRESSED,
     is_small,
+    parquet_rows,
     refuse_large_group,
     row_groups,
     size_of,
@@ -124,10 +124,10 @@ def test_what_is_decoded_at_once_is_bounded_by_pages_of_all_columns(
     file = tmp_path / "a.parquet"
     made = pyarrow.table({"a": [LONG] * 9, "b": [LONG + "y"] * 9})
     pyarrow.parquet.write_table(made, file)
-    monkeypatch.setattr("async_opd.data.arrow_sizes.AT_ONCE_BYTES", 2 * len(LONG))
+    monkeypatch.setattr("async_opd.data.arrow_rows.AT_ONCE_BYTES", 2 * len(LONG))
     with pytest.raises(SourceError, match="write it with fewer rows in a group"):
         rows_of(file)
-    monkeypatch.setattr("async_opd.data.arrow_sizes.AT_ONCE_BYTES", 2 * len(LONG) + 1000)
+    monkeypatch.setattr("async_opd.data.arrow_rows.AT_ONCE_BYTES", 2 * len(LONG) + 1000)
     assert len(rows_of(file)) == 9
 
 
@@ -136,7 +136,7 @@ def test_values_of_lists_count_however_few_bytes_say_them(
 ) -> None:
     file = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table(lists(pyarrow.array([0] * 200_000))), file)
-    monkeypatch.setattr("async_opd.data.arrow_sizes.AT_ONCE_BYTES", 1 << 20)
+    monkeypatch.setattr("async_opd.data.arrow_rows.AT_ONCE_BYTES", 1 << 20)
     with pytest.raises(SourceError, match="bytes of a row group are decoded at once"):
         rows_of(file)
 
@@ -156,7 +156,7 @@ def test_a_footer_that_says_less_than_its_pages_is_not_believed(
         (group,) = row_groups(opened)
         group[COLUMNS][0][ABOUT][DECOMPRESSED] = 1
         assert refuse_large_group(group, [False], opened) > len(LONG)
-        monkeypatch.setattr("async_opd.data.arrow_sizes.AT_ONCE_BYTES", 1000)
+        monkeypatch.setattr("async_opd.data.arrow_rows.AT_ONCE_BYTES", 1000)
         with pytest.raises(ValueError, match="are decoded at once, more than 1000"):
             refuse_large_group(group, [False], opened)
 

@@ -30,8 +30,9 @@ READERS = (
     *("async_opd/tools/report/", "async_opd/tools/inspecting/", "async_opd/tools/replay/"),
     *("async_opd/tools/plan/", "async_opd/tools/export.py", "async_opd/tools/evaluate.py"),
     *("async_opd/tools/given_run.py", "async_opd/tools/watch.py", "async_opd/observability/live/"),
-    *("async_opd/microscope/", "async_opd/pictures/", "async_opd/checkpoint/", "async_opd/data/"),
-    *("async_opd/accounting/", "async_opd/observability/loggers/", "trainer/replay/"),
+    *("async_opd/microscope.py", "async_opd/pictures.py", "async_opd/checkpoint/"),
+    *("async_opd/data/", "async_opd/accounting/", "async_opd/observability/loggers/"),
+    "trainer/replay/",
 )
 """Where directories are read that somebody else may have filled."""
 OTHERS = {
@@ -39,7 +40,7 @@ OTHERS = {
     "async_opd/checkpoint/store.py: _refuse_other_files": "a checkpoint that is being written",
     "async_opd/data/arrow_rows.py: _batches": "the name of a file that is held open",
     "async_opd/observability/live/live_file.py: started_at": "/proc",
-    "async_opd/microscope/record.py: from_bytes": "bytes in memory",
+    "async_opd/microscope.py: from_bytes": "bytes in memory",
     "async_opd/observability/loggers/environment.py: cpu_name": "/proc",
     "async_opd/tools/report/page.py: page": "the package's own scripts",
 }

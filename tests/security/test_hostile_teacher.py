@@ -19,8 +19,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.stages import SamplingSpec
 from teachers.endpoint.api import AnswerLimits
 from teachers.endpoint.check import check_endpoints
-from teachers.endpoint.replica import EndpointReplica
-from teachers.endpoint.spec import EndpointSpec
+from teachers.endpoint.replica import EndpointReplica, EndpointSpec
 from tests.conftest import make_prompt, make_rollout
 from tests.properties import examples
 from tests.security.hostile_teacher import Hostile, bomb, completion, deep, serving

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from async_opd.core.errors import StageError
 from tests.trainer.models import tiny_model
-from trainer.student.empty import EmptyStudent
+from trainer.student.loading import EmptyStudent
 
 
 @pytest.fixture

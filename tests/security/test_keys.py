@@ -25,8 +25,7 @@ from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_pool import Graders, GraderSpec
-from teachers.endpoint.replica import EndpointReplica
-from teachers.endpoint.spec import endpoint_spec
+from teachers.endpoint.replica import EndpointReplica, endpoint_spec
 from tests.fuzz.command import STUDENT, command, good, written
 
 pytestmark = pytest.mark.slow

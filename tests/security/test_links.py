@@ -19,11 +19,11 @@ from async_opd.data.files import FileSource
 from async_opd.data.hub import HubSource
 from async_opd.data.stored_rows import read_source
 from async_opd.files.kept_steps import KEPT, forget_steps, kept_files, kept_name
-from async_opd.microscope.folder import MICROSCOPE, forget_after, records
+from async_opd.microscope import MICROSCOPE, forget_after, records
 from async_opd.observability.loggers.mlflow import MLflow
 from async_opd.observability.loggers.tensorboard import TensorBoard
 from async_opd.observability.sinks import Summary
-from async_opd.pictures.folder import MEDIA, thumbnail_file
+from async_opd.pictures import MEDIA, thumbnail_file
 from tests.checkpoint.test_mirror import LocalRun
 from tests.checks.inputs import config
 from tests.fuzz.command import Said, command

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.ray_folder import MAX_BYTES, environment, ray_folder
-from async_opd.cluster.session import ray_session
+from async_opd.cluster.session import MAX_BYTES, environment, ray_folder, ray_session
 from async_opd.config.load import load_config
 from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError

@@ -105,7 +105,7 @@ def test_a_model_whose_weights_are_a_pickle_is_refused(bombed: Path, tmp_path: P
 def test_the_trainer_reads_no_pickle_although_one_is_there(bombed: Path, tmp_path: Path) -> None:
     import torch
 
-    from trainer.student.loading import load_student
+    from tests.trainer.models import load_student
 
     shutil.copyfile(STUDENT / "model.safetensors", bombed / "adapter.safetensors")
     with pytest.raises(StageError, match="safetensors"):
@@ -116,7 +116,7 @@ def test_the_trainer_reads_no_pickle_although_one_is_there(bombed: Path, tmp_pat
 def test_the_trainer_runs_no_code_of_a_model(bombed: Path, tmp_path: Path) -> None:
     import torch
 
-    from trainer.student.loading import load_student
+    from tests.trainer.models import load_student
 
     classes = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     config = {"model_type": "mine", "auto_map": classes}

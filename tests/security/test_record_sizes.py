@@ -15,17 +15,24 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from async_opd.accounting.audit import AuditError, audit
 from async_opd.accounting.journal import LEDGER
-from async_opd.checkpoint.fetched_run import record_and_weights, run_at
-from async_opd.checkpoint.run_copies import LISTING, RunCopies
+from async_opd.checkpoint.run_copies import LISTING, RunCopies, record_and_weights, run_at
 from async_opd.checkpoint.store import CUT, load
 from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.files.durable import written_file
 from async_opd.files.foreign import ForeignPath
-from async_opd.files.json_lines import metrics_rows
+from async_opd.files.lines import metrics_rows
 from async_opd.files.origin import ORIGIN, read_origins
 from async_opd.files.run_format import write_run_format
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter, records, unreadable
-from async_opd.microscope.record import FILE_BYTES, RecordError, from_bytes, to_bytes
+from async_opd.microscope import (
+    FILE_BYTES,
+    MICROSCOPE,
+    RecordError,
+    RecordWriter,
+    from_bytes,
+    records,
+    to_bytes,
+    unreadable,
+)
 from async_opd.observability.live.live_file import LIVE_FILE, read_live
 from async_opd.tools.report.recorded_run import read_summary
 from async_opd.tools.report.sample_timelines import read_timelines
@@ -109,7 +116,7 @@ def test_all_ranks_of_a_step_are_bounded_together(
         RecordWriter(tmp_path / MICROSCOPE, rank, 1 << 20).write(1, [record(f"p/{rank}")])
     with zipfile.ZipFile(next((tmp_path / MICROSCOPE).iterdir())) as file:
         size = sum(one.file_size for one in file.infolist())
-    monkeypatch.setattr("async_opd.microscope.folder.STEP_BYTES", size + 10)
+    monkeypatch.setattr("async_opd.microscope.STEP_BYTES", size + 10)
     assert [one.uid for one in records(tmp_path)] == ["p/0"]
     assert [line.split(":")[0] for line in unreadable(tmp_path)] == [
         "step_000001.rank_1.npz",
@@ -123,7 +130,8 @@ def test_a_run_writes_no_file_that_a_reader_refuses(
     samples = [record(f"p/{number}") for number in range(8)]
     kept = len(to_bytes(samples))
     monkeypatch.setattr(
-        "async_opd.microscope.folder.excess", lambda content: "too much" * (len(content) >= kept)
+        "async_opd.microscope.excess",
+        lambda content, most=0: "too much" * (len(content) >= kept),
     )
     writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20)
     writer.write(1, samples)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
+from async_opd.waiting.deadline import LARGE
 from teachers.endpoint.api import AnswerCounter, AnswerLimits
-from teachers.endpoint.replica import EndpointReplica
-from teachers.endpoint.spec import EndpointSpec
-from teachers.offload import LARGE
+from teachers.endpoint.replica import EndpointReplica, EndpointSpec
 from tests.conftest import make_rollout
 from tests.security.hostile_teacher import Hostile, serving
 

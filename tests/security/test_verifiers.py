@@ -17,8 +17,7 @@ from async_opd.core.row import Row
 from async_opd.data.reasoning_gym import ReasoningGymSource
 from async_opd.data.stored_rows import read_source
 from async_opd.grading.grader_pool import Graders, GraderSpec
-from async_opd.grading.graders import GradeError
-from async_opd.grading.verifiers import SAFE_TASKS
+from async_opd.grading.graders import SAFE_TASKS, GradeError
 from tests.security.evaluating import evaluations
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from async_opd.sharing.barriers import Barriers
+from async_opd.sharing.gpu_turns import Barriers
 from tests.world.clock import settle
 
 NAME = ("teacher", 0)

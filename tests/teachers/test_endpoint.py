@@ -25,8 +25,7 @@ from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, TopK
 from async_opd.core.stages import SamplingSpec
 from teachers.endpoint.api import Api, SglangApi, VllmApi
-from teachers.endpoint.replica import EndpointReplica
-from teachers.endpoint.spec import EndpointSpec
+from teachers.endpoint.replica import EndpointReplica, EndpointSpec
 from teachers.pool import TeacherPool
 from teachers.replica_slots import ReplicaSlots
 from tests.conftest import make_prompt, make_rollout

@@ -17,7 +17,7 @@ from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import DeadLetter, Sample
 from async_opd.core.stages import DEAD, SCORED, SamplingSpec, rollouts_topic
 from async_opd.queue.message_queue import MessageQueue
-from teachers import offload as aside
+from async_opd.waiting import deadline as aside
 from teachers import replica_slots as slots
 from teachers.stage import ScorerStage
 from tests.conftest import make_rollout

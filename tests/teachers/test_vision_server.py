@@ -16,8 +16,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.media.cache import MediaCache
-from teachers.endpoint.replica import EndpointReplica
-from teachers.endpoint.spec import EndpointSpec
+from teachers.endpoint.replica import EndpointReplica, EndpointSpec
 from tests.servers import VllmServer
 from tests.teachers.test_vision_engine import rollouts
 from tests.vision_models import EOS, SIZE, TOKENS, qwen3_vl

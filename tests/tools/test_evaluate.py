@@ -27,7 +27,7 @@ from async_opd.files.run_format import write_run_format
 from async_opd.models.tokenizer import Text
 from async_opd.tools import given_run
 from async_opd.tools.evaluate import evaluation_config
-from trainer.saving import checkpoint_model
+from trainer.saving import export as checkpoint_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 MODELS = EXAMPLE.parent / "quickstart" / "models"

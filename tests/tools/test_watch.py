@@ -14,7 +14,7 @@ import pytest
 from async_opd import cli
 from async_opd.config.load import dump_config
 from async_opd.core.errors import ConfigError
-from async_opd.files.json_lines import MetricsRow
+from async_opd.files.lines import MetricsRow
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.live.live_file import LIVE_FILE, LiveFile
 from async_opd.observability.run_log import RunLog

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Header, Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from trainer.losses import build_objective
 from trainer.rank import Rank
+from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import full_tensor
 
 VOCABULARY = 32
@@ -88,3 +90,8 @@ def random_sample(index: int, response: int, k: int = 0, prompt: int = 3) -> Sam
         finish_reason="stop",
     )
     return Sample(rollout, scores)
+
+
+def load_student(config: RunConfig, device: torch.device) -> Any:
+    """The whole model in float32 on the device, in eval mode, with the attention that trains."""
+    return fill_student(empty_student(config, device), config, device)

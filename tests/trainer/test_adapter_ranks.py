@@ -12,11 +12,10 @@ from async_opd.config.sections.train import LoraConfig, TrainConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
+from trainer.follower import Follower
 from trainer.learner import Learner
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.student.adapters import LORA, add_adapters
 from trainer.student.sharding import join_mesh
 

@@ -21,7 +21,7 @@ from tests.properties import examples
 from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import Packed, pack
-from trainer.layers.recomputation import recompute_activations
+from trainer.layers import recompute_activations
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.attention import FLASH, SEQUENCES, VARLEN, attend, register, register_kernel
 from trainer.student.loading import RECOMPILE_LIMIT, refuse_eager_flex

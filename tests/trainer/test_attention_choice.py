@@ -18,9 +18,10 @@ from trainer.student.attention_choice import (
     Attention,
     AttentionNeeds,
     Platform,
+    attention_needs,
     choose_attention,
+    platform_of,
 )
-from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.loading import set_attention
 
 CPU = Platform("cpu")

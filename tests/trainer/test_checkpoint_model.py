@@ -12,7 +12,7 @@ from async_opd.core.errors import CheckpointError
 from tests.trainer.models import random_sample, tiny_model
 from trainer.build import build_learner
 from trainer.learner import Learner
-from trainer.saving.checkpoint_model import export_checkpoint
+from trainer.saving.export import export_checkpoint
 from trainer.saving.shards import Stamp, write_shard
 from trainer.saving.state import copy_parts, frozen_digest
 

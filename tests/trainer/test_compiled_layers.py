@@ -13,17 +13,15 @@ import torch
 from pydantic import ValidationError
 
 from async_opd.config.sections.train import LoraConfig, TrainConfig
-from async_opd.weight_sync.held_rows import held_rows
+from async_opd.weight_sync.layout import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.models import VOCABULARY, kept_gradients, new_rank, random_sample, tiny_model
-from trainer.layers.compiled import CompiledLayers, compile_layers
-from trainer.layers.recomputation import recompute_activations
+from trainer.follower import Follower
+from trainer.layers import CompiledLayers, compile_layers, recompute_activations
 from trainer.learner import Learner
 from trainer.notes import drain_notes
-from trainer.parallel.follower import Follower
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.student.adapters import add_adapters
 from trainer.student.sharding import join_mesh
 
@@ -199,7 +197,7 @@ def test_a_backward_pass_that_cannot_be_compiled_is_found_before_it() -> None:
 def test_too_many_graphs_end_compiling_and_the_log_says_which_guard_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.layers.compiled.MAX_GRAPHS", 1)
+    monkeypatch.setattr("trainer.layers.MAX_GRAPHS", 1)
     found, (said,) = found_by(rank_of(backend="eager"))
     assert close(found, found_by(rank_of())[0])
     assert "more than 1 graphs, " in said

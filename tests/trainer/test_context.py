@@ -20,15 +20,13 @@ from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.processes import spread
 from trainer.batches.packing import Row
 from trainer.build import build_follower, build_learner
+from trainer.context import Context
 from trainer.learner import Learner
-from trainer.parallel.context import Context
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
-from trainer.student.attention_probe import platform_of
+from trainer.rank_group import RankGroup, RankSpec
+from trainer.student.attention_choice import platform_of
 from trainer.student.check import check_rank, check_student
-from trainer.student.loading import set_attention
-from trainer.student.rotary import pin_rotary
+from trainer.student.loading import pin_rotary, set_attention
 from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow

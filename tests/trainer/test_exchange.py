@@ -11,7 +11,7 @@ import torch
 
 from tests.trainer.attention import reference
 from tests.trainer.processes import spread
-from trainer.parallel.context import attend_across
+from trainer.context import attend_across
 from trainer.student.attention import Ragged, by_sequence
 
 RANKS = 4

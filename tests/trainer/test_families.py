@@ -20,7 +20,7 @@ from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
-from trainer.layers.recomputation import recompute_activations, set_recomputation
+from trainer.layers import recompute_activations, set_recomputation
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.notes import drain_notes
 from trainer.rank import Rank

@@ -89,10 +89,10 @@ def trainers(path: Path, length: int | None, sequences: list[list[int]]) -> list
     """The same of the student as the trainer loads it."""
     import torch
 
+    from tests.trainer.models import load_student
     from trainer.batches.packing import Row
     from trainer.losses.logits import shape_logits
     from trainer.student.attention import row_lengths
-    from trainer.student.loading import load_student
     from trainer.student.loss_module import DecoderAndHead
 
     config = RunConfig.model_validate(

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.trainer.families import made
 from tests.trainer.models import random_sample
 from trainer.batches.packing import pack
-from trainer.flops import ModelSize, attended
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.loss_module import StudentLoss
+from trainer.utilization import ModelSize, attended
 
 PROMPT, RESPONSES = 12, (20, 8)
 LENGTHS = tuple(PROMPT + response for response in RESPONSES)

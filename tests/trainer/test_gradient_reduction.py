@@ -16,10 +16,9 @@ from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
-from trainer.parallel.follower import Follower
+from trainer.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.sharding import full_tensor, join_mesh
 
 pytestmark = pytest.mark.slow

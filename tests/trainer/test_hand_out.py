@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from async_opd.cluster.trainer_actor import RemoteRankGroup
 from async_opd.core.batch import Batch
 from async_opd.core.errors import ProcessDied, QueueClosed, StageError
-from async_opd.core.lease import Lease
 from async_opd.core.samples import Header, Sample
-from async_opd.core.stages import SCORED, STALE, topics
+from async_opd.core.stages import SCORED, STALE, Lease, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_sample
 from tests.properties import examples
@@ -28,8 +27,8 @@ from trainer.batches.micro_batches import PlannedMicroBatch
 from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Plan, fetch
 from trainer.batches.token_weights import TokenWeight
+from trainer.follower import Follower
 from trainer.learner import LearnerReport
-from trainer.parallel.follower import Follower
 from trainer.rank_group import run_with_ranks
 from trainer.stage import TrainerStage
 

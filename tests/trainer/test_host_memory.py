@@ -19,15 +19,13 @@ from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.offload import HostMoments
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
-from trainer.student.empty import EmptyStudent
-from trainer.student.sharding import join_mesh, lone_mesh
-from trainer.student.slices import own_part
+from trainer.rank_group import RankGroup, RankSpec
+from trainer.student.loading import EmptyStudent
+from trainer.student.sharding import join_mesh, lone_mesh, own_part
 
 pytestmark = pytest.mark.slow
 

@@ -19,10 +19,10 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import kept_gradients, random_sample, tiny_model
 from tests.trainer.oracle import config_of, every_loss
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
 from trainer.notes import note
-from trainer.parallel.follower import Follower
 from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SingleRank
 

@@ -16,14 +16,13 @@ from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.build import build_follower, build_learner
+from trainer.follower import Follower
 from trainer.losses import build_objective
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
-from trainer.student.attention_probe import attention_needs
+from trainer.rank_group import RankGroup, RankSpec
+from trainer.student.attention_choice import attention_needs
 from trainer.student.check import check_rank, check_student
-from trainer.student.empty import EmptyStudent
+from trainer.student.loading import EmptyStudent
 from trainer.student.sharding import await_ranks, join_mesh
 
 pytestmark = pytest.mark.slow

@@ -18,13 +18,12 @@ from benchmarks.local_ranks import in_processes
 from tests.trainer.models import kept_gradients, random_sample, tiny_model
 from tests.trainer.oracle import config_of, every_loss
 from trainer.batches.token_weights import TokenWeighting
-from trainer.layers.recomputation import recompute_activations
+from trainer.follower import Follower
+from trainer.layers import recompute_activations
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.student.sharding import join_mesh
 from trainer.teacher_heads import TeacherHead
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.batches.micro_batches import assign_micro_batches, by_tokens, step_cost
 from trainer.batches.packing import group_by_budget
-from trainer.flops import ModelSize
+from trainer.utilization import ModelSize
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 

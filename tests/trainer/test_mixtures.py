@@ -12,11 +12,10 @@ from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer.families import made
 from tests.trainer.models import new_rank, random_sample
+from trainer.follower import Follower
 from trainer.learner import Learner
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.student.check import check_rank, check_student
 from trainer.student.sharding import join_mesh
 

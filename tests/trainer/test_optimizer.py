@@ -20,13 +20,12 @@ from benchmarks.local_ranks import in_processes
 from tests.properties import examples
 from tests.trainer.models import random_sample
 from tests.trainer.states import restore, state_of
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.optimizer import LowBitAdamW, adamw, compiled_update
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.sharding import join_mesh
 
 torchao = pytest.importorskip("torchao.optim.adam")

@@ -17,19 +17,18 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Sample
-from async_opd.weight_sync.held_rows import held_rows
+from async_opd.weight_sync.layout import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.attention import double_scale, reference
 from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
 from tests.trainer.states import State, restore, state_of
 from trainer.batches.shares import fetch
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.student.attention import register_kernel
 from trainer.student.check import check_rank, check_student
 from trainer.student.sharding import join_mesh

@@ -11,7 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from async_opd.config.device_defaults import Recomputation
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import pack
-from trainer.layers.recomputation import recompute_activations
+from trainer.layers import recompute_activations
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.loss_module import StudentLoss
 

@@ -16,19 +16,24 @@ from async_opd.config.sections.loss import Loss, RewardConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample, VersionSpan
 from async_opd.core.scores import HiddenStates
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter, records
-from async_opd.microscope.record import CLAMPS, COLUMNS, SampleRecord
+from async_opd.microscope import (
+    CLAMPS,
+    COLUMNS,
+    MICROSCOPE,
+    RecordWriter,
+    SampleRecord,
+    records,
+)
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.oracle import DIVERGENCES, config_of, every_loss
 from trainer.batches.token_weights import TokenWeighting
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
 from trainer.notes import drain_notes
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.recording.recorder import Recorder
 from trainer.student.sharding import join_mesh
 from trainer.teacher_heads import TeacherHead

@@ -10,8 +10,7 @@ import torch
 
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
-from async_opd.weight_sync.held_rows import held_rows
-from async_opd.weight_sync.layout import Reference
+from async_opd.weight_sync.layout import Reference, held_rows
 from tests.engines import reference_logprobs
 from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
 from trainer.learner import Learner

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import make_rollout
-from trainer.batches.repetition import repetition
+from trainer.batches.batch_metrics import repetition
 
 
 def of(ids: list[int]) -> float:

@@ -15,13 +15,12 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import CheckpointError
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.offload import HostMoments
 from trainer.optimizer import LowBitAdamW
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.saving.shards import Part, Shards, Stamp, shard_name, write_shard
 from trainer.saving.state import copy_parts, load_parts
 from trainer.student.sharding import join_mesh

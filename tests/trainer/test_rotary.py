@@ -10,7 +10,7 @@ import torch
 from async_opd.core.errors import StageError
 from tests.trainer import families
 from trainer.student.check import check_student
-from trainer.student.rotary import pin_rotary
+from trainer.student.loading import pin_rotary
 
 CPU = torch.device("cpu")
 

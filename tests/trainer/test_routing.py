@@ -15,9 +15,9 @@ from async_opd.core.samples import Sample
 from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.test_mixtures import mixture
 from trainer.batches.packing import pack
-from trainer.layers.recomputation import recompute_activations
+from trainer.layers import recompute_activations
 from trainer.learner import Learner
-from trainer.mixtures.routing import Replay, replay_routing
+from trainer.student.routing import Replay, replay_routing
 
 SIZES, LAYERS, TOP_K = (5, 3, 7), 2, 2
 

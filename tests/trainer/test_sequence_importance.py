@@ -22,6 +22,7 @@ from tests.properties import examples
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.oracle import DOUBLE, Case, Identity, Tail, case, divergences, gradients, term
 from trainer.batches.packing import pack
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import (
     K1,
@@ -37,10 +38,8 @@ from trainer.losses import (
 from trainer.losses.base import TeacherStates
 from trainer.losses.chunked import chunked_loss
 from trainer.losses.responses import log_sampled
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.student.sharding import join_mesh
 
 V = 11

@@ -30,9 +30,9 @@ from tests.trainer.oracle import (
     divergence,
     estimate,
 )
+from trainer.batches.batch_metrics import repetition
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import group_by_budget
-from trainer.batches.repetition import repetition
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.student.slices import own_part, own_slices
+from trainer.student.sharding import own_part, own_slices
 
 ROWS = (1, 2, 4, 7)
 

@@ -16,11 +16,9 @@ from async_opd.core.errors import StageError
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.models import tiny_model
-from trainer.rank_group import RankGroup
-from trainer.rank_spec import RankSpec
-from trainer.student.empty import EmptyStudent
-from trainer.student.sharding import blocks_of, full_tensor, is_sharded, join_mesh
-from trainer.student.slices import own_part
+from trainer.rank_group import RankGroup, RankSpec
+from trainer.student.loading import EmptyStudent
+from trainer.student.sharding import blocks_of, full_tensor, is_sharded, join_mesh, own_part
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 5, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16}

@@ -17,8 +17,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import headers_of, kept_gradients, random_sample, tiny_model
-from trainer.batches.advantages import advantages, groups_of
-from trainer.batches.token_weights import TokenWeighting, token_weights
+from trainer.batches.token_weights import TokenWeighting, advantages, groups_of, token_weights
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank

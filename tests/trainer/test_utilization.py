@@ -10,12 +10,18 @@ import torch
 
 from async_opd.config.sections.train import TrainConfig
 from tests.trainer.models import new_rank, random_sample, tiny_model
-from trainer.flops import ModelSize
 from trainer.learner import Learner
 from trainer.notes import drain_notes
 from trainer.rank import BackwardResult
 from trainer.rank_group import SINGLE_RANK, RankGroup, SingleRank
-from trainer.utilization import MemoryUse, memory_metrics, memory_use, peak_tflops, utilization
+from trainer.utilization import (
+    MemoryUse,
+    ModelSize,
+    memory_metrics,
+    memory_use,
+    peak_tflops,
+    utilization,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = [5, 1, 0, 9]
@@ -39,7 +45,7 @@ def test_a_step_reports_the_model_flops_of_the_samples_with_a_response() -> None
 def test_a_model_whose_flops_are_unknown_trains_without_the_metric_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.flops._attention", lambda settings: 1 // 0)
+    monkeypatch.setattr("trainer.utilization._attention", lambda settings: 1 // 0)
     drain_notes()
     rank = new_rank(tiny_model(), TrainConfig())
     reports = [Learner(rank).train_batch([random_sample(0, 5, k=6)]) for _ in range(2)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.world.clock import settle
-from trainer.parallel.follower import Follower
+from trainer.follower import Follower
 from trainer.stage import TrainerStage
 from trainer.work_thread import WorkThread
 

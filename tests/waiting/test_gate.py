@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from async_opd.waiting.gate import Gate
+from async_opd.waiting.deadline import Gate
 from tests.world.clock import settle
 
 

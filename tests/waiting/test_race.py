@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.deadline import gather_or_cancel, race
 
 
 async def value(number: int, turns: int = 0) -> int:
@@ -116,4 +116,4 @@ def test_no_gather_of_the_library_leaves_works_behind_that_go_on_after_an_error(
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.gather"
         if not any(keyword.arg == "return_exceptions" for keyword in node.keywords)
     ]
-    assert found == [], "use async_opd.waiting.race.gather_or_cancel"
+    assert found == [], "use async_opd.waiting.deadline.gather_or_cancel"

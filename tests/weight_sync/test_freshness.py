@@ -22,8 +22,7 @@ from async_opd.weight_sync.freshness import (
     Freshness,
     refuse_other_digests,
 )
-from async_opd.weight_sync.held_rows import HeldRow, held_rows
-from async_opd.weight_sync.layout import Reference, WeightMeta
+from async_opd.weight_sync.layout import HeldRow, Reference, WeightMeta, held_rows
 from tests.world.sync import Receiver, Sender
 
 ROWS = held_rows(100, 128)

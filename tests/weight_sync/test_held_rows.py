@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.row import Media
-from async_opd.weight_sync.held_rows import HeldRow, held_rows
+from async_opd.weight_sync.layout import HeldRow, held_rows
 
 
 @given(vocabulary=st.integers(2, 200_000), longest=st.integers(2, 4096))

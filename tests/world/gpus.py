@@ -12,7 +12,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.reports import Progress, SyncReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
-from async_opd.waiting.gate import Gate
+from async_opd.waiting.deadline import Gate
 from tests.world.run import World
 from tests.world.students import FakeStudent
 from tests.world.teachers import FakeTeacher

@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 from async_opd.core.stages import SamplingSpec
 from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.observability.activity import Activity
-from async_opd.waiting.gate import Gate
+from async_opd.waiting.deadline import Gate
 
 
 class Watch:

@@ -11,10 +11,9 @@ from typing import Any
 
 from async_opd.core.batch import unpack
 from async_opd.core.errors import NotLeased
-from async_opd.core.reports import Captured, Progress, StageReport, StepReport
+from async_opd.core.reports import Captured, Progress, StageReport, StepReport, WrittenFile
 from async_opd.core.samples import Sample
 from async_opd.core.stages import SCORED
-from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.media.cache import MediaCache
 from tests.world.clock import Pace

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from async_opd.core.samples import Header
 from async_opd.media.cache import MediaCache
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Fetched, Plan, Share, fetch

@@ -21,9 +21,9 @@ from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, Queue
 from async_opd.core.uid import Uid
 from async_opd.media.cache import MediaCache
+from trainer.batches.batch_metrics import repetition
 from trainer.batches.micro_batches import MicroBatch, PlannedMicroBatch
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens
-from trainer.batches.repetition import repetition
 from trainer.vision.fetching import shown_by
 
 if TYPE_CHECKING:

@@ -15,15 +15,26 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Sample
 from async_opd.core.scores import SampledLogprobs
-from async_opd.microscope.folder import RecordWriter, is_recorded
-from async_opd.microscope.record import CLAMPS, IDS, Column, SampleRecord
+from async_opd.microscope import (
+    CLAMPS,
+    IDS,
+    MICROSCOPE,
+    Column,
+    RecordWriter,
+    SampleRecord,
+    is_recorded,
+)
+from async_opd.models.tokenizer import Text
+from async_opd.pictures import ShownText
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Packed
 from trainer.batches.token_weights import TokenWeight
@@ -270,3 +281,20 @@ def _sample(
         images=rollout.prompt.media + rollout.media,
         columns=columns,
     )
+
+
+def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
+    """Records the tokens of a rank's samples; None if no share of them is recorded."""
+    settings = config.log.microscope
+    if not settings.share:
+        return None
+    most = int(settings.max_mib * (1 << 20)) // config.train.ranks
+    recorder = Recorder(
+        RecordWriter(Path(config.run_dir or ".") / MICROSCOPE, rank, most),
+        seed=config.seed,
+        share=settings.share,
+        top_k=settings.top_k,
+        speller=lambda: ShownText.of(Text(config.student.model), config.student.model),
+    )
+    recorder.first = rank % config.train.context_parallel == 0
+    return recorder

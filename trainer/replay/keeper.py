@@ -7,6 +7,13 @@
 
 Training waits for the digests only (``replay/keep_s``). Nothing here ends a run: after an error no
 further step is kept, ``run.log`` says why, and ``replay/lost`` counts on.
+
+Beside a kept step a rank records its platform, and digests of its weights. A step has the same
+bits only where all of the platform is the same. A few entries of each weight show how far off
+another one is.
+
+own shard of each parameter ──► digest, equal only for equal bits
+                            └─► up to 16 of its entries, for the size of a difference
 """
 
 from __future__ import annotations
@@ -17,17 +24,25 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from async_opd.core.samples import Header, Sample
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.kept_steps import KEPT, kept_files, kept_name
 from async_opd.files.safe_open import make_folder
+from async_opd.observability.loggers.environment import cpu_name
+from async_opd.weight_sync.digests import Digests
 from trainer.batches.micro_batches import MicroBatch
 from trainer.replay.kept_step import KeptStep, Record, StepResult, quantities_of, write_kept
-from trainer.replay.weights import weights_of
+from trainer.vision.parts import attention_of
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
@@ -190,3 +205,62 @@ class Keeping:
             f"step {step} {'and all after it are' if ended else 'is'} not kept for replay: {fault}"
             for fault, ended in new.items()
         )
+
+
+LIBRARIES = ("async-opd", "torch", "transformers", "peft", "torchao")
+"""Other versions of these may compute the same bits, and may not."""
+
+
+def platform_of(model: nn.Module, device: torch.device, reduces_once: bool) -> dict[str, str]:
+    """Versions of the libraries that are installed, the device, and what was chosen for it."""
+    gpu = device.type == "cuda"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {
+        **{name: found for name in LIBRARIES if (found := _version(name))},
+        "device": torch.cuda.get_device_name(device) if gpu else f"{cpu_name()}, {capability}",
+        "threads": str(torch.get_num_threads()),
+        "attention": attention_of(model),
+        "reduces gradients": "once a step" if reduces_once else "after each micro-batch",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+ENTRIES = 16
+"""Numbers of each tensor whose values are kept, at even distances from its first one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Of one rank: the digest of each of its tensors by name (``weight_sync.digests``).
+
+    ``entries`` float32 [tensors, ENTRIES] has some of their numbers, and zeros in place of those
+    that a smaller tensor does not have.
+    """
+
+    digests: dict[str, str]
+    entries: NDArray[np.float32]
+
+
+def weights_of(model: Any) -> Weights:
+    """Of what a checkpoint has of the model; of a sharded one this rank's part."""
+    import torch
+
+    from trainer.saving.state import stored_state
+    from trainer.student.sharding import own_part
+
+    digests = Digests(torch)
+    entries = []
+    for name, tensor in stored_state(model):
+        own = own_part(tensor.detach())
+        digests.add(name, own)
+        flat = own.reshape(-1)
+        some = flat[:: max(len(flat) // ENTRIES, 1)][:ENTRIES].float()
+        entries.append(torch.nn.functional.pad(some, (0, ENTRIES - len(some))))
+    together = torch.stack(entries).cpu().numpy() if entries else np.zeros((0, ENTRIES), np.float32)
+    return Weights(digests.values(), together)

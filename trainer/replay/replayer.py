@@ -18,8 +18,8 @@ from async_opd.core.reports import Progress
 from async_opd.core.stages import TRAINER
 from async_opd.files.foreign import ForeignPath
 from trainer.rank_group import SINGLE_RANK, RankGroup, run_with_ranks
+from trainer.replay.keeper import Weights
 from trainer.replay.kept_step import KeptStep, quantities_of, read_kept
-from trainer.replay.weights import Weights
 from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:

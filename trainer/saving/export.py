@@ -4,6 +4,10 @@ tensors ──► model-00001-of-00003.safetensors · … · model.safetensors.i
         └─► model.safetensors, if they fit into one file
 
 One file's tensors at a time are in host memory.
+
+A checkpoint's student is exported on the CPU, without any other rank:
+
+student.model ──► model ◄── trainer-0-of-N.safetensors …        model ──► config.json, weights, …
 """
 
 from __future__ import annotations
@@ -13,21 +17,29 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
+from async_opd.core.errors import CheckpointError
 from async_opd.core.printable import on_one_line
-from async_opd.files.durable import flush
+from async_opd.files.durable import flush, without_space
 from async_opd.files.safe_open import FOLDER_MODE, regular_file, remove_tree
 from async_opd.models.json_files import read_json
+from async_opd.models.model_size import ModelSize
 from async_opd.models.own_files import foreign, is_part, own_file, texts
 from async_opd.models.tokenizer import text_settings
-from trainer.student.adapters import LORA, write_adapter
+from trainer.saving.shards import Shards
+from trainer.saving.state import load_model, refuse_other_frozen
+from trainer.student.adapters import LORA, adapter_parameters, write_adapter
+from trainer.student.loading import empty_student, fill_student
+from trainer.student.named_weights import named_weights
 
 if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
     from async_opd.config.sections.train import ExportDtype
 
 ADAPTER_FOLDER = "adapter"
@@ -36,8 +48,6 @@ NOT_COPIED = ("config.json", "*.index.json", "hf_quant_config.json")
 All other parts of a model but weights are copied: tokenizer, generation config, model code."""
 TEXT_BYTES = 1 << 30
 """Most that these have together: larger ones are left out. Tokenizers have some 50 MB."""
-
-
 FILE_BYTES = 4 << 30
 """Most bytes of tensors in a file, unless a single one has more."""
 INDEX = "model.safetensors.index.json"
@@ -224,3 +234,24 @@ def _copy_rest(source: Path, part: Path) -> None:
     if left_out:
         names = ", ".join(repr(str(file.relative_to(source))) for file in left_out)
         warnings.warn(f"not copied from {shown}, links out of it: {names}", stacklevel=2)
+
+
+def export_checkpoint(config: RunConfig, checkpoint: Path, directory: Path) -> None:
+    """Writes what the run of this config had as its student at the checkpoint, adapters merged.
+
+    It takes host memory for the student's weights. CheckpointError for a checkpoint of another
+    model, or of adapters over other weights, and if the disk has no space for the model.
+    """
+    source = config.student.model
+    dtype = export_dtype(config.train.export_dtype, source)
+    floats = ModelSize.of_weights(source).floats
+    if figures := without_space(floats * dtype.itemsize, directory):
+        remedy = "make space there, or name a directory on another disk"
+        raise CheckpointError("export", f"the model would have {figures}", remedy)
+    student, device = empty_student(config, torch.device("cpu")), torch.device("cpu")
+    fill_student(student, config, device, None)
+    model, shards = student.model, Shards(checkpoint)
+    load_model(model, shards)
+    refuse_other_frozen(model, shards.stamp)
+    weights = chain(named_weights(model, dtype, copied=False), adapter_parameters(model))
+    save_model(model, source, str(directory), weights, dtype)

@@ -19,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from async_opd.core.errors import CheckpointError
+from async_opd.core.reports import WrittenFile
 from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import Scores
 from async_opd.core.sequence import Span
 from async_opd.core.stages import TRAINER
-from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.files.foreign import Place, foreign
 

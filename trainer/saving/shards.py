@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_opd.core.errors import CheckpointError
+from async_opd.core.reports import WrittenFile
 from async_opd.core.stages import TRAINER
-from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 
 FORMAT_ERRORS = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)

@@ -6,21 +6,28 @@ Every rank copies and reads its own parts only (``trainer.saving.shards`` says i
 are), and nothing here communicates. A parameter that is not trained is not stored: it is what
 ``student.model`` holds. Learning rates are a function of the step (``trainer.learner``): there is
 no schedule to store.
+
+``CapturedParts`` is a rank's copy of its part, until a thread has written it beside training:
+
+between two steps: capture ──► parts in host memory ··· write ──► this rank's file, checksum
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from async_opd.core.errors import CheckpointError
+from async_opd.core.reports import WrittenFile
 from async_opd.core.stages import TRAINER
 from trainer.offload import HostMoments
-from trainer.saving.shards import Part, Parts, Shards, Stamp
-from trainer.student.slices import own_part, own_slices, sharded_as
+from trainer.saving.shards import Part, Parts, Shards, Stamp, shard_name, write_shard
+from trainer.student.sharding import own_part, own_slices, sharded_as
 
 Tensors = dict[str, torch.Tensor]
 COMPARED = 64
@@ -174,3 +181,51 @@ def _load_random_states(shards: Shards, rank: int) -> None:
         found = shards.names & {f"rng/{rank}/{device}", f"rng/{device}"}
         for name in found:
             set_state(shards.read(name))
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A rank's written part: its file, or the reason why there is none.
+
+    The reason is returned and not raised: an error would end the group of ranks, and the run.
+    """
+
+    name: str
+    written: WrittenFile | None
+    fault: str = ""
+
+
+class CapturedParts:
+    """The last copy of rank ``rank``'s parts that was not written yet."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._stamp: Stamp | None = None
+        self._parts: Parts = {}
+
+    def capture(self, model: Any, optimizer: torch.optim.Optimizer, stamp: Stamp) -> int:
+        """Copies this rank's parts to host memory; returns their bytes."""
+        self._parts = {}  # before the next copy is made: two would double the memory
+        self._parts = copy_parts(model, optimizer, self._rank)
+        self._stamp = stamp
+        return sum(part.tensor.nbytes for part in self._parts.values())
+
+    def write(self, folder: str) -> RankFile:
+        """Writes the copy to this rank's file in the folder, and forgets it."""
+        stamp, parts = self._stamp, self._parts
+        self._stamp, self._parts = None, {}
+        if stamp is None:
+            return RankFile("", None, f"rank {self._rank} was to write without a capture before")
+        name = shard_name(self._rank, stamp.ranks)
+        try:
+            return RankFile(name, write_shard(Path(folder), self._rank, stamp, parts))
+        except CheckpointError as error:
+            return RankFile(name, None, error.cause)
+
+
+def all_written(files: Sequence[RankFile]) -> Mapping[str, WrittenFile]:
+    """The files of all ranks by name. CheckpointError with the reasons of those without one."""
+    faults = [file.fault for file in files if file.written is None]
+    if faults:
+        raise CheckpointError(TRAINER, "; ".join(faults))
+    return {file.name: file.written for file in files if file.written is not None}

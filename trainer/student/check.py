@@ -6,7 +6,7 @@
         └─ packed: every rank, sharded, its attention, as it trains ─────────────┘
 
 Every rank does all of it. Of a sharded student the whole model gathers one block at a time
-(``trainer.student.empty``).
+(``trainer.student.loading``).
 
 In float32 rounding explains little. The path that trains may compute in bfloat16: then its packed
 rows are compared with the same sequences alone, in bfloat16 on the same path but with eager

@@ -26,8 +26,8 @@ from trainer.losses.estimators import CrossEntropy
 from trainer.losses.objective import Objective
 from trainer.losses.responses import Sum
 from trainer.losses.terms import Metrics, Sampled
-from trainer.mixtures.routing import Replay
 from trainer.student.attention import row_lengths
+from trainer.student.routing import Replay
 from trainer.vision.images import has_dimensions
 from trainer.vision.parts import attention_of
 

@@ -4,25 +4,33 @@
                   the same, every module's result times 1 ± JITTER ──► noise per relative error
 
 The replicas' log-probabilities are compared with these (``async_opd.weight_sync.freshness``).
+
+Of a VLM student one held row has an image, so that its tower is compared, too:
+
+    held_rows ──expand──► one packed row ──► the trainer's log-probabilities
+    (short, with one placeholder)  ──► each replica's engine expands it by itself
 """
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from async_opd.core.arrays import Float32
-from async_opd.weight_sync.held_rows import HeldRow, by_kind
-from async_opd.weight_sync.layout import Reference
+from async_opd.config.run_config import RunConfig
+from async_opd.core.arrays import Float32, Int32
+from async_opd.core.row import Media
+from async_opd.models.rope import Positions, max_model_len
+from async_opd.weight_sync.layout import GOLDEN, HeldRow, Reference, by_kind, held_ids, held_rows
 from trainer.batches.packing import Row
-from trainer.layers.compiled import CompiledLayers
-from trainer.vision.held import packed
+from trainer.layers import CompiledLayers
 from trainer.vision.images import Sight
 
 JITTER = 2.0**-6
@@ -30,6 +38,69 @@ JITTER = 2.0**-6
 smaller one, and small enough that log-probabilities change in proportion."""
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Largest relative error of one rounding, by dtype."""
+BEFORE, BEHIND = 3, 32
+"""Tokens before the image, and behind it, which are compared."""
+WIDTH, HEIGHT = 96, 64
+"""Pixels of the image; they differ, so that an engine that exchanges them is found out."""
+
+
+def rows_to_compare(config: RunConfig, model: Any, sight: Sight | None) -> tuple[HeldRow, ...]:
+    """The held rows of ``weight_sync.freshness`` for the student and its engines."""
+    settings = model.config.get_text_config().to_dict()
+    longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
+    room = sys.maxsize if longest is None else longest - 1  # an engine samples one token more
+    return rows_to_hold(int(settings["vocab_size"]), room, sight)
+
+
+def rows_to_hold(vocabulary: int, longest: int, sight: Sight | None) -> tuple[HeldRow, ...]:
+    """The held rows for a student and its engines, of at most ``longest`` tokens.
+
+    Without a row with an image where not even that many tokens have room for it.
+    """
+    if sight is None:
+        return held_rows(vocabulary, longest)
+    others = sight.unsampled_ids
+    rows = held_rows(vocabulary, longest, others)
+    ids = held_ids(BEFORE + BEHIND, vocabulary, others)
+    short = np.insert(ids, BEFORE, sight.placeholder_id).astype(np.int32)
+    media, encoded = picture()
+    shown = HeldRow(short, BEHIND, (media,), encoded)
+    fits = len(sight.expanded(shown.ids, [encoded])) <= longest
+    return (*rows, shown) if fits else rows
+
+
+def packed(rows: Sequence[HeldRow], sight: Sight | None) -> Row:
+    """One row of all of them, with their images, on the CPU. StageError as Sight.of."""
+    rollouts = [row.rollout(_prompt_of(row, sight)) for row in rows]
+    ids = [one.token_ids for one in rollouts]
+    made = Row.of(ids, [np.arange(len(one)) for one in ids])
+    encoded = {sha256: each for row in rows for sha256, each in row.images.items()}
+    if sight is None or not encoded:
+        return made
+    return replace(made, images=sight.of(rollouts, encoded))
+
+
+def picture() -> tuple[Media, bytes]:
+    """The image, encoded as PNG: waves of another direction and length in each color."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    waves = [np.sin(GOLDEN * (x * (1 + color) / 4 + y * (3 - color) / 5)) for color in range(3)]
+    pixels = (127.5 * (1 + np.stack(waves, -1))).astype(np.uint8)
+    made = BytesIO()
+    Image.fromarray(pixels).save(made, "PNG")
+    encoded = made.getvalue()
+    sha256 = hashlib.sha256(encoded).hexdigest()
+    return Media(sha256, len(encoded), WIDTH, HEIGHT), encoded
+
+
+def _prompt_of(row: HeldRow, sight: Sight | None) -> Int32 | None:
+    """The expanded prompt of a row with an image."""
+    if sight is None or not row.media:
+        return None
+    return sight.expanded(row.ids[: -row.compared], [row.encoded])
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,81 @@
 
 Every function that takes or returns a full tensor of a shard is a collective: all ranks call it in
 the same order. Without sharding none communicates.
+
+Gradients are summed over the ranks once a step, or after each micro-batch:
+
+    step         micro-batch ─► full gradients ─► + micro-batch ─► … ─► reduce-scatter ─► shards
+    micro_batch  micro-batch ─► reduce-scatter ─► shards ─► + micro-batch ─► reduce-scatter ─► …
+
+Once a step each rank keeps the full gradients of all parameters, float32, meanwhile.
+
+Each rank holds a part of a full tensor (``own_part``):
+
+    full tensor [8, 4] over 3 ranks:  rank 0 rows 0:3 · rank 1 rows 3:6 · rank 2 rows 6:8
+
+Nothing here communicates. Without sharding the part is the whole tensor.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from async_opd.config.device_defaults import reduces_once
 from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
 from async_opd.weight_sync.gloo_group import all_know_secret
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import RankSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from async_opd.config.sections.train import TrainConfig
     from trainer.student.loss_module import StudentLoss
+
+
+def own_slices(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+    """The part of the full tensor in this rank, one slice a dimension; empty ones hold nothing.
+
+    ``shape`` is that of another full tensor, which is sharded as this one; by default its own.
+    Over a mesh with a dimension that replicates, several ranks have the same part.
+    """
+    if not is_sharded(tensor):
+        return tuple(slice(0, size) for size in shape or tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    sizes, starts = compute_local_shape_and_global_offset(
+        shape or tensor.shape, sharded.device_mesh, sharded.placements
+    )
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, in the tensor's own memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def sharded_as(
+    tensor: torch.Tensor, own: torch.Tensor, shape: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A full tensor of which this rank has ``own``, sharded as this one is; ``shape`` as above.
+
+    ``DTensor.from_local`` would move it to the device of the mesh; here it stays where it is.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    sharded: Any = tensor
+    size = torch.Size(shape or tensor.shape)
+    stride = torch.empty(size, device="meta").stride()
+    meta = TensorMeta(size, stride, own.dtype)
+    spec = DTensorSpec(sharded.device_mesh, sharded.placements, meta)
+    return DTensor(own, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def join_mesh(spec: RankSpec, device: torch.device, replicate: int = 1) -> DeviceMesh:
@@ -148,3 +205,34 @@ def reshard(student: StudentLoss) -> None:
     for sharded in student.modules():
         if hasattr(sharded, "reshard"):
             sharded.reshard()
+
+
+T = TypeVar("T")
+
+
+def all_reduce_once(train: TrainConfig, student: StudentLoss, device: torch.device) -> bool:
+    """Whether the ranks reduce once a step. With several ranks a collective: all have to agree.
+
+    By ``auto`` where the full gradients fit the memory of every rank; see ``reduces_once``.
+    """
+    entries = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    ranks = torch.distributed.get_world_size()
+    agreed = torch.tensor(int(reduces_once(train, entries, _memory(device, ranks))), device=device)
+    torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN)
+    return bool(agreed)
+
+
+def reducing_last(student: StudentLoss, micro_batches: Sequence[T]) -> Iterator[T]:
+    """The micro-batches; FSDP reduces gradients in the backward pass of the last one only."""
+    sharded: Any = student
+    for left, micro_batch in enumerate(micro_batches, 1 - len(micro_batches)):
+        sharded.set_requires_gradient_sync(left == 0)
+        sharded.set_is_last_backward(left == 0)
+        yield micro_batch
+
+
+def _memory(device: torch.device, ranks: int) -> int:
+    """Bytes of a GPU; of a host, each rank's part, as if all ranks were on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

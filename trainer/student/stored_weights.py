@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
 from async_opd.models.json_files import read_json
-from trainer.student.sharding import is_sharded
-from trainer.student.slices import own_part, own_slices, sharded_as
+from trainer.student.sharding import is_sharded, own_part, own_slices, sharded_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMED = 5

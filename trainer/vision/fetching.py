@@ -13,7 +13,7 @@ from async_opd.core.samples import Sample
 from async_opd.core.stages import TRAINER, Queue
 from async_opd.core.uid import Uid
 from async_opd.media.cache import MediaCache
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from trainer.batcher import Batcher, TrainBatch
 from trainer.vision.images import Sight, of_rollout
 

@@ -84,5 +84,5 @@ class GradingConfig(Section):
     numbers of threads, devices and caches (``INHERITED`` in ``grading/grader_pool.py``)."""
     allow_eval: bool = False
     """Allows reasoning-gym tasks whose verifiers evaluate responses as Python (puzzle24, countdown,
-    n_queens and others, see ``grading/verifiers.py``): a response can then run code as the user.
+    n_queens and others, see ``grading/graders.py``): a response can then run code as the user.
     Otherwise ``check`` refuses graded rows of these tasks, and their responses are dead letters."""

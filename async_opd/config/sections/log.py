@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from async_opd.config.sections.section import Name, Section
 from async_opd.config.user_code import LOGGERS as GROUP
 from async_opd.config.user_code import names_user_code
-from async_opd.core.level import Level
+from async_opd.core.reports import Level
 
 LOGGERS = ("tensorboard", "mlflow", "trackio")
 

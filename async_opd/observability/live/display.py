@@ -15,8 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from async_opd.observability.live.curve import bar, sparkline
-from async_opd.observability.live.view_state import CurveRow, PoolRow, ViewState
+from async_opd.observability.live.view_state import CurveRow, PoolRow, ViewState, bar, sparkline
 from async_opd.observability.terminal import rate, share
 
 BAR, CURVE = 10, 12

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
+from async_opd.core.nesting import leaves
 from async_opd.files.safe_open import make_folder
 from async_opd.observability.sinks import Summary
 
@@ -37,7 +38,7 @@ class MLflow:
             known.experiment_id if known else self._client.create_experiment(config.log.project)
         )
         self._run = self._client.create_run(experiment, run_name=config.name).info.run_id
-        values = _flat(without_secrets(config.model_dump(mode="json", by_alias=True)))
+        values = leaves(without_secrets(config.model_dump(mode="json", by_alias=True)))
         self._params = [Param(_name(key), str(value)[:LONGEST]) for key, value in values]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -66,12 +67,3 @@ def _name(key: str) -> str:
     """The key with the characters that MLflow accepts."""
     parts = key.replace("@", "_at_")
     return "".join(one if one.isalnum() or one in "_-. /" else "_" for one in parts)
-
-
-def _flat(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The leaves of nested dictionaries, by dotted key."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value

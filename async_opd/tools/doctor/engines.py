@@ -39,9 +39,8 @@ from async_opd.prepare import prepare
 from async_opd.tools.doctor.agreement import Agreement
 from async_opd.tools.doctor.finding import Finding
 from async_opd.tools.doctor.prompts import sampled
-from async_opd.waiting.deadline import Deadline
-from async_opd.waiting.race import gather_or_cancel, race
-from async_opd.weight_sync.held_rows import Kind, by_kind
+from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
+from async_opd.weight_sync.layout import Kind, by_kind
 
 if TYPE_CHECKING:
     from async_opd.cluster.launch import LaunchedStages

@@ -27,8 +27,7 @@ from async_opd.tools.doctor.environment import environment
 from async_opd.tools.doctor.finding import Finding
 from async_opd.tools.doctor.machine import devices, disk, memory, network, wandb_login
 from async_opd.tools.doctor.prompts import RenderedPrompt, lengths, rendered, sampled
-from async_opd.tools.doctor.templates import templates
-from async_opd.tools.doctor.vocabularies import vocabularies
+from async_opd.tools.doctor.templates import templates, vocabularies
 
 Servers = Callable[[RunConfig, str], list[Problem]]
 """Finds the problems of teachers' servers."""

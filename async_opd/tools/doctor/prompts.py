@@ -14,7 +14,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.row import Row
 from async_opd.data.teacher_prompts import prompts_as_read
 from async_opd.models.tokenizer import Text
-from async_opd.pictures.shown_text import ShownText
+from async_opd.pictures import ShownText
 from async_opd.tools.doctor.finding import Finding
 
 TOPIC = "lengths"

@@ -1,7 +1,8 @@
-"""Chat templates: where the teachers' prompts first differ from the student's, token by token.
+"""Tokenizers of student and teachers: chat templates, vocabularies, special tokens and end tokens.
 
-A teacher reads the student's prompt unless its section says otherwise. If the template beside its
-own weights would give other tokens, it scores responses after prompts that it was not trained on.
+A teacher's prompts are compared with the student's, token by token. A teacher reads the student's
+prompt unless its section says otherwise. If the template beside its weights would give other
+tokens, it scores responses after prompts that it was not trained on.
 """
 
 from __future__ import annotations
@@ -86,3 +87,39 @@ def _difference(found: Difference, first: str = "the student has") -> str:
     """The first difference in words."""
     one, other = ("no more token" if p is None else repr(p) for p in (found.student, found.teacher))
     return f"from token {found.at + 1} on {first} {one}, it has {other}; equal end: {found.end}"
+
+
+VOCABULARY = "vocabulary"
+
+
+def vocabularies(files: Mapping[str, ModelFiles], text: Text) -> Iterator[Finding]:
+    """A line for each model. ``files``: by config key; ``text``: the student's tokenizer."""
+    student = files["student.model"]
+    for key, own in files.items():
+        rows = "unknown" if own.vocabulary is None else str(own.vocabulary)
+        ends = _named(text, own.eos)
+        found = f"{key}: {own.tokens} tokens, {rows} embeddings, a response ends with {ends}"
+        if key != "student.model" and own.same_tokenizer(student):
+            found += ", the student's token ids"
+        yield Finding(VOCABULARY, "ok", found)
+    yield Finding(VOCABULARY, "ok", f"special tokens: {_listed(student)}")
+    turn, own_ends = text.turn_end(), text.response_ends()
+    if turn is not None and turn not in student.eos:
+        named = _named(text, (turn,))
+        message = f"the template ends a turn with {named}, which generation_config.json lacks"
+        remedy = "add it to the eos_token_id there; the run ends responses with it in any case"
+        yield Finding(VOCABULARY, "warning", message, remedy)
+    yield Finding(VOCABULARY, "ok", f"rollouts end with {_named(text, own_ends)}")
+
+
+def _named(text: Text, ids: tuple[int, ...]) -> str:
+    """Tokens with their ids."""
+    pieces = text.pieces(ids)
+    return ", ".join(f"{piece!r} ({one})" for one, piece in zip(ids, pieces, strict=True)) or "none"
+
+
+def _listed(student: ModelFiles, most: int = 8) -> str:
+    added = student.tokenizer.get("added_tokens") or []
+    names = [repr(one["content"]) for one in added if one.get("special")]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more

@@ -44,14 +44,14 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(given: argparse.Namespace) -> int:
-    from async_opd.checkpoint.fetched_run import run_at
+    from async_opd.checkpoint.run_copies import run_at
 
     with run_at(given.run_dir) as folder:
         return _inspect_in(folder, given)
 
 
 def _inspect_in(folder: Place, given: argparse.Namespace) -> int:
-    from async_opd.microscope.folder import MICROSCOPE, files, unreadable
+    from async_opd.microscope import MICROSCOPE, files, unreadable
     from async_opd.tools.inspecting.view import View
     from async_opd.tools.report.recorded_run import read_recorded_run
 
@@ -76,7 +76,7 @@ def _inspect_in(folder: Place, given: argparse.Namespace) -> int:
 
 def _show_sample(run: RecordedRun, view: View, uid: str) -> None:
     """A sample in full; ConfigError with the nearest uids if it has no record."""
-    from async_opd.microscope.folder import records
+    from async_opd.microscope import records
     from async_opd.tools.report.sample_status import admitted_uids, sample_status
 
     uids = set[str]()
@@ -98,7 +98,7 @@ def _show_sample(run: RecordedRun, view: View, uid: str) -> None:
 
 def _show_step(run: RecordedRun, view: View, step: int, steps: Sequence[int]) -> None:
     """The samples of a step; ConfigError with the nearest step if it has no records."""
-    from async_opd.microscope.folder import records
+    from async_opd.microscope import records
 
     if step not in steps:
         nearest = min(steps, key=lambda one: abs(one - step))
@@ -114,7 +114,7 @@ def _show_step(run: RecordedRun, view: View, step: int, steps: Sequence[int]) ->
 
 
 def _show_worst(run: RecordedRun, view: View, by: Any, count: int) -> None:
-    from async_opd.microscope.folder import records
+    from async_opd.microscope import records
     from async_opd.tools.report.worst import worst
 
     found = worst(records(run.folder), by, count)

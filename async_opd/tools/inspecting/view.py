@@ -18,10 +18,9 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import TeacherConfig
 from async_opd.core.printable import on_one_line
 from async_opd.core.row import Media
-from async_opd.microscope.folder import records
-from async_opd.microscope.record import SampleRecord
+from async_opd.microscope import SampleRecord, records
 from async_opd.observability.terminal import terminal_on
-from async_opd.pictures.folder import MEDIA, thumbnail_file, titled
+from async_opd.pictures import MEDIA, thumbnail_file, titled
 from async_opd.tools.report.recorded_run import RecordedRun
 from async_opd.tools.report.sample_status import sample_status
 from async_opd.tools.report.worst import By, alternatives, by_teacher, levels, ranked, worst_token

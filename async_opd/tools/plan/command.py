@@ -1,4 +1,4 @@
-"""``async_opd plan``: a config or a run directory in, a prediction and advice out."""
+"""``async_opd plan``: a config or a run directory in, tables of a prediction and of advice out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+
 from async_opd.config.load import load_config
 from async_opd.config.overrides import add_config, all_overrides
 from async_opd.config.run_config import RunConfig
@@ -17,23 +20,23 @@ from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import escaped, on_one_line
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
-from async_opd.tools.plan.advice import Advice, advise, current
+from async_opd.observability.terminal import duration, terminal_on
+from async_opd.tools.plan.advice import ENOUGH, Advice, advise, current
 from async_opd.tools.plan.chart import draw_charts
 from async_opd.tools.plan.inputs import required_plan, setting_of
-from async_opd.tools.plan.measure.measured import MeasuredRates, read_run
-from async_opd.tools.plan.prediction import Prediction
+from async_opd.tools.plan.measured import MeasuredRates, read_run
 from async_opd.tools.plan.setting import Setting
-from async_opd.tools.plan.sim.simulation import predict
-from async_opd.tools.plan.table import show
+from async_opd.tools.plan.sim.simulation import PoolUse, Prediction, predict
 
 ABOUT = """\
 Predicts throughput and staleness, and advises how many GPUs each pool should have and which
 staleness threshold is enough. The speeds come from the config's plan section, or from a finished
-run. Draws a chart into plan.svg.
+run. Draws a chart into plan.svg, if the extra report is installed.
 
   async_opd plan config.yaml --gpus 64
   async_opd plan runs/quickstart rollout.n=8 --json
 """
+NOT_DRAWN = 'not drawn: it needs altair → pip install "async-opd[report]"'
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -74,16 +77,26 @@ def plan(
     advice = advise(setting, setting.gpus if gpus is None else gpus, source.config.seed)
     prediction = predict(setting, seed=source.config.seed)
     file = source.chart if out is None else Path(out) / "plan.svg"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, draw_charts(advice))
+    chart = _drawn(advice, file)
     if as_json:
-        print(json.dumps(_document(source, setting, prediction, advice, file), indent=2))
+        print(json.dumps(_document(source, setting, prediction, advice, chart), indent=2))
         return
     if Path(target).is_dir():
         print("speeds of the run, as a section for a config:\n")
         print(escaped(dump_yaml({"plan": source.plan.model_dump()})))
     show(setting, prediction, source.measured, advice)
-    print(on_one_line(f"chart       {file}"))
+    print(on_one_line(f"chart       {chart or NOT_DRAWN}"))
+
+
+def _drawn(advice: Advice, file: Path) -> str | None:
+    """Draws the charts into the file; its path, or None without the extra ``report``."""
+    try:
+        charts = draw_charts(advice)
+    except ImportError:
+        return None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, charts)
+    return str(file)
 
 
 def _config(file: str, overrides: Sequence[str]) -> Source:
@@ -103,7 +116,7 @@ def _run(run_dir: Path, overrides: Sequence[str]) -> Source:
 
 
 def _document(
-    source: Source, setting: Setting, prediction: Prediction, advice: Advice, file: Path
+    source: Source, setting: Setting, prediction: Prediction, advice: Advice, chart: str | None
 ) -> dict[str, Any]:
     return {
         "prediction": _facts(prediction),
@@ -120,7 +133,7 @@ def _document(
             "by_threshold": advice.by_threshold,
             "by_rollout_gpus": advice.by_rollout,
         },
-        "chart": str(file),
+        "chart": chart,
     }
 
 
@@ -135,3 +148,81 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
             name: {k: v for k, v in pool.items() if k != "name"} for name, pool in pools.items()
         },
     }
+
+
+def show(
+    setting: Setting, prediction: Prediction, measured: MeasuredRates | None, advice: Advice
+) -> None:
+    """Prints prediction and advice."""
+    console = terminal_on(None)
+    console.print(_prediction(setting, prediction, measured))
+    console.print()
+    console.print(_advice(setting, advice))
+
+
+def _prediction(
+    setting: Setting, prediction: Prediction, measured: MeasuredRates | None
+) -> RenderableType:
+    table = Table(title=f"prediction: {setting.steps} steps of {setting.batch_size} samples")
+    table.add_column("pool")
+    for name in ("number", "busy", *(("measured",) if measured else ()), "used", "limit"):
+        table.add_column(name, justify="right")
+    table.add_column("waits most for")
+    for pool in prediction.pools:
+        cells = [pool.name, str(pool.replicas), f"{pool.busy:.0%}"]
+        cells += [f"{measured.busy[pool.name]:.0%}"] if measured else []
+        cells += [f"{pool.used:.0%}", f"{pool.limit:.4g}/s", _wait(pool)]
+        table.add_row(*cells)
+    return Group(table, *_outcome(prediction, measured))
+
+
+def _wait(pool: PoolUse) -> str:
+    reason = pool.waits_for
+    return f"{reason} ({pool.waits[reason]:.0%})" if reason else ""
+
+
+def _outcome(prediction: Prediction, measured: MeasuredRates | None) -> list[str]:
+    shares = "  ".join(f"{v}: {share:.0%}" for v, share in prediction.staleness.items())
+    queues = "  ".join(f"{topic}: {count:.0f}" for topic, count in prediction.queues.items())
+    rate, wall, mean = "", "", ""
+    if measured is not None:
+        rate = f"   measured {measured.samples_per_s:.4g}"
+        wall = f"   measured {duration(measured.wall_s)}" if measured.wall_s is not None else ""
+        mean = f"   measured mean {measured.mean_staleness:.2f}"
+    return [
+        f"samples/s   {prediction.samples_per_s:.4g}{rate}",
+        f"wall time   {duration(prediction.wall_s)}, steps {duration(prediction.seconds)}{wall}",
+        f"staleness   {shares}   mean {prediction.mean_staleness:.2f}{mean}",
+        f"queues      {queues}",
+        f"limit       {prediction.bottleneck.name}",
+    ]
+
+
+def _advice(setting: Setting, advice: Advice) -> RenderableType:
+    now, then = current(setting), advice.split
+    table = Table(title=f"advice for {advice.gpus} GPUs (the config has {setting.gpus})")
+    for name in ("pool", "GPUs each", "now", "best", "busy then"):
+        table.add_column(name, justify="left" if name == "pool" else "right")
+    busy = [f"{pool.busy:.0%}" for pool in advice.prediction.pools]
+    each = [setting.rollout.gpus, *(teacher.gpus for teacher in setting.teachers), 1]
+    names = [pool.name for pool in advice.prediction.pools]
+    counts_now = [now.rollout, *now.teachers, now.ranks]
+    counts = [then.rollout, *then.teachers, then.ranks]
+    for row in zip(
+        names, map(str, each), map(str, counts_now), map(str, counts), busy, strict=True
+    ):
+        table.add_row(*row)
+    scaling = setting.train.scaling
+    least = setting.least_ranks
+    memory = f"memory      {least} trainer ranks hold the student, {least // 2} do not"
+    return Group(
+        table,
+        *([memory] if least > 1 else []),
+        f"samples/s   {advice.prediction.samples_per_s:.4g} at s = {advice.threshold:g}, "
+        f"the smallest threshold with {ENOUGH:.0%} of the throughput at a large one",
+        f"            split as it is: s = {advice.threshold_now:g} is enough "
+        f"(configured: {setting.staleness_threshold:g})",
+        f"assumed     r trainer ranks have 1 + {scaling:g}·(r - 1) times the tokens/s of one "
+        "(plan.train.scaling);",
+        "            every replica has a separate device and keeps the speed given or measured",
+    )

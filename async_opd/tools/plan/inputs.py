@@ -9,8 +9,7 @@ from async_opd.config.sections.plan import PlanConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.models.hub import with_cached
 from async_opd.models.model_files import ModelError
-from async_opd.tools.plan.measure.lengths import Lengths
-from async_opd.tools.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
+from async_opd.tools.plan.setting import Lengths, RolloutPoolSpec, Setting, TeacherPoolSpec
 from rollouter.slots import first_limit
 
 MOST = 1 << 14

@@ -1,8 +1,8 @@
 """``async_opd probe``: will this teacher teach this student?
 
-    responses and scores of both ──positions──► figures ──verdict──► words, a suggestion, a score
+    responses and scores of both ──► figures ──verdict──► words, a suggestion, a score
 
-``positions``, ``figures`` and ``verdict`` compute with arrays alone. ``measuring`` asks models
+``figures`` and ``verdict`` compute with arrays alone. ``measuring`` asks models
 behind two Protocols for answers and scores, ``engines`` starts these through ``cluster``,
 ``asked`` makes their prompts, ``command`` shows what was found. Prompts, templates and how far the
 student is from itself are examined as in ``doctor``.

@@ -32,8 +32,7 @@ from async_opd.prepare import check_inputs
 from async_opd.tools.probe.asked import AskedSource, asked_sources
 from async_opd.tools.probe.figures import Measured
 from async_opd.tools.probe.measuring import Model, StudentAnswers, ask_student, ask_teacher, scored
-from async_opd.waiting.deadline import Deadline
-from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
 from teachers.endpoint.check import check_endpoints
 
 TOP_K, SERVED_TOP_K = 64, 20

@@ -24,9 +24,8 @@ from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, SupportScores, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import GradeRollout
-from async_opd.tools.probe.figures import UNGRADED, Measured, Response
-from async_opd.tools.probe.positions import Float64
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.tools.probe.figures import UNGRADED, Float64, Measured, Response
+from async_opd.waiting.deadline import gather_or_cancel
 
 CALL = 64
 """Most prompts or rollouts in one call."""

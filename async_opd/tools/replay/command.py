@@ -37,8 +37,6 @@ bit by bit. If they differ, it says where first. Starts the trainer's ranks, and
   async_opd replay runs/quickstart --step 57
 """
 EQUAL, DIFFERENT = 0, 1
-
-
 FIRST = ("loss/total", "train/grad_norm")
 """Of the results that differ these are named first: a step computes them in this order."""
 VERSIONS = ("async-opd", "torch", "transformers", "peft", "torchao")
@@ -196,7 +194,6 @@ async def replay(plan: ReplayPlan, where: str) -> Outcome:
     """Computes the plan's steps until one differs. ConfigError if this machine is another one."""
     from async_opd.checks.resources import resolve_device, with_device
     from async_opd.cluster.launch import launch_replayer
-    from async_opd.tools.replay.command import platform_faults
 
     started = time.monotonic()
     config, notes = with_device(_alone(plan))
@@ -220,7 +217,6 @@ async def _compared(
 ) -> tuple[int, Difference | None, list[str]]:
     """The number of steps that were computed, the first difference, and warnings."""
     from async_opd.observability.stall import most_tokens
-    from async_opd.tools.replay.command import difference, incomparable, other_kernels
     from async_opd.waiting.liveness import ProgressWatchdog
 
     watchdog = ProgressWatchdog("replay", config.timeouts.stall_s, "timeouts.stall_s")

@@ -54,7 +54,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from async_opd.checkpoint.fetched_run import run_at
+    from async_opd.checkpoint.run_copies import run_at
     from async_opd.config.paths import is_url
 
     with run_at(arguments.run_dir) as folder:
@@ -83,7 +83,7 @@ def _report_of(folder: Place, file: Path, arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from async_opd.checkpoint.fetched_run import run_at
+    from async_opd.checkpoint.run_copies import run_at
     from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
     from async_opd.tools.report.comparison import (

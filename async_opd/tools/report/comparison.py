@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from async_opd.config.secrets import Redactor
+from async_opd.core.nesting import leaves
 from async_opd.observability.metric_catalogue import catalogue
 from async_opd.observability.terminal import duration
 from async_opd.tools.report.charts import Chart, Line, lines
@@ -92,7 +93,7 @@ def differing_keys(runs: Sequence[RecordedRun]) -> list[tuple[str, ...]]:
     """(key, value in each run) of the config keys whose values differ, without secrets."""
     trees = [run.config.model_dump(mode="json", by_alias=True) for run in runs]
     hide = Redactor()  # not the variables that a stranger's config names: it could ask for values
-    flat = [dict(_flat(tree)) for tree in trees]
+    flat = [dict(leaves(tree)) for tree in trees]
     keys = sorted({key for one in flat for key in one})
     return [
         (key, *(hide(_written(one, key)) for one in flat))
@@ -178,14 +179,6 @@ def _reached(run: RecordedRun, goal: float) -> dict[str, str]:
     """How long the run took to ``goal``."""
     seconds = _seconds_to(run, goal) if goal else None
     return {} if seconds is None else {f"time to {goal:.1%}": duration(seconds)}
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, tree
 
 
 def _written(flat: dict[str, Any], key: str) -> str:

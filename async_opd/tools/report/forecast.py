@@ -1,6 +1,6 @@
 """The planner's prediction for the change that a verdict suggests.
 
-run directory ──plan.measure──► speeds ──simulated as it is, and with one change──► gain
+run directory ──plan.measured──► speeds ──simulated as it is, and with one change──► gain
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from async_opd.core.errors import ConfigError
 from async_opd.tools.plan.advice import Split, current, steady_state
 from async_opd.tools.plan.inputs import setting_of
-from async_opd.tools.plan.measure.measured import read_run
+from async_opd.tools.plan.measured import read_run
 from async_opd.tools.plan.setting import Setting
 from async_opd.tools.report.recorded_run import RecordedRun
 from async_opd.tools.report.verdict import Verdict, display_name

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from async_opd.files.json_lines import MetricsRow
+from async_opd.files.lines import MetricsRow
 from async_opd.observability.pool_report import POOLS_S, between_reports
 from async_opd.tools.plan.inputs import slots_of
 from async_opd.tools.plan.setting import warmup_versions

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from async_opd.config.load import dump_config
 from async_opd.config.secrets import Redactor
-from async_opd.core.level import Level
+from async_opd.core.reports import Level
 from async_opd.files.origin import read_origins
 from async_opd.observability.terminal import duration
 from async_opd.tools.report.charts import Chart
@@ -27,9 +27,7 @@ from async_opd.tools.report.page import (
 )
 from async_opd.tools.report.recorded_run import Message, RecordedRun, left_out
 from async_opd.tools.report.run_charts import metric_charts, pool_charts, sample_timelines
-from async_opd.tools.report.samples.answers import answer_sections
-from async_opd.tools.report.samples.gallery import Gallery
-from async_opd.tools.report.samples.tokens import token_sections
+from async_opd.tools.report.samples import Gallery, answer_sections, token_sections
 from async_opd.tools.report.verdict import Verdict
 
 SHOWN = 200

@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from async_opd.core.reports import LEASE
+from async_opd.core.reports import ADMISSION, ADMIT, GRADE, LEASE
 from async_opd.files.foreign import HELD_BYTES, Place, foreign
-from async_opd.observability.trace_events import ADMISSION, ADMIT, GRADE, SLICELESS
+from async_opd.observability.trace import SLICELESS
 
 WORK, WAIT = "work", "waiting"
 ROLLOUT, GRADER, TEACHER, TRAINER = "rollout", "grader", "teacher", "trainer"

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from async_opd.files.json_lines import MetricsRow
+from async_opd.files.lines import MetricsRow
 from async_opd.tools.report.pool_times import (
     PROMPTS,
     SCORED,

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from async_opd.microscope.record import CLAMPS, Column, SampleRecord
+from async_opd.microscope import CLAMPS, Column, SampleRecord
 
 By = Literal["loss", "gap", "stale"]
 LEVELS = 4

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.observability.live.curve import BLOCKS, MAX_MEANS, Curve, bar, sparkline
+from async_opd.observability.live.view_state import BLOCKS, MAX_MEANS, Curve, bar, sparkline
 
 values = st.floats(allow_nan=True, allow_infinity=True)
 

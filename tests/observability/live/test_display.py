@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from async_opd.observability.live.curve import BLOCKS, EIGHTHS
 from async_opd.observability.live.display import Display, fit
-from async_opd.observability.live.view_state import ViewState
+from async_opd.observability.live.view_state import BLOCKS, EIGHTHS, ViewState
 from async_opd.waiting.waits import WAITING
 from tests.observability.live.test_console import METRICS, Clock, config, row
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter
-from async_opd.observability.loggers.sample_tables import EVERY, SAMPLES, SampleTables
+from async_opd.microscope import MICROSCOPE, RecordWriter
+from async_opd.observability.wandb_sink import EVERY, SAMPLES, SampleTables
 from tests.microscope.samples import record
 
 

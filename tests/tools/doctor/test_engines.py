@@ -26,8 +26,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.tools.doctor.engines import examine_engines
 from async_opd.tools.doctor.finding import Finding
-from async_opd.weight_sync.held_rows import HeldRow
-from async_opd.weight_sync.layout import Reference, WeightMeta
+from async_opd.weight_sync.layout import HeldRow, Reference, WeightMeta
 from tests.checks.inputs import EXAMPLE, FEW, config
 
 LIMIT = 1e-3

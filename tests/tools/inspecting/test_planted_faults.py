@@ -173,7 +173,7 @@ def test_a_run_without_records_says_how_to_have_some(
 def test_control_characters_of_a_sample_do_not_reach_the_terminal(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from async_opd.microscope.folder import MICROSCOPE, RecordWriter, records
+    from async_opd.microscope import MICROSCOPE, RecordWriter, records
 
     for name in ("run.json", "config.yaml", "ledger.jsonl"):
         (tmp_path / name).write_text((run_dir / name).read_text())

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
-from async_opd.tools.plan.measure.lengths import Lengths
-from async_opd.tools.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
+from async_opd.tools.plan.setting import Lengths, RolloutPoolSpec, Setting, TeacherPoolSpec
 
 LENGTH, PROMPT = 100, 20
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_opd.tools.plan.measure.lengths import Lengths
-from async_opd.tools.plan.setting import mean_length
+from async_opd.tools.plan.setting import Lengths, mean_length
 from async_opd.tools.plan.sim.population import draw
 from async_opd.tools.plan.sim.simulation import simulate
 from tests.tools.plan.settings import LENGTH, PROMPT, rollouts, setting, teacher

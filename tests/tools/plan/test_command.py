@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ SPEEDS: dict[str, Any] = {
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less to simulate: what is said is the same."""
     monkeypatch.setattr("async_opd.tools.plan.advice.SAMPLES", 300)
-    monkeypatch.setattr("async_opd.tools.plan.measure.measured.SAMPLES", 2_000)
+    monkeypatch.setattr("async_opd.tools.plan.measured.SAMPLES", 2_000)
 
 
 def write_config(directory: Path, plan: dict[str, Any] | None, **others: Any) -> str:
@@ -76,7 +77,17 @@ def test_the_picture_is_well_formed(tmp_path: Path) -> None:
     document = planned(write_config(tmp_path, SPEEDS), tmp_path)
     root = ElementTree.parse(document["chart"]).getroot()
     assert root.tag.endswith("svg")
-    assert len(root.findall(".//{*}polyline")) == 2
+    texts = {one.text for one in root.findall(".//{*}text")}
+    assert {"samples/s by staleness threshold", "samples/s by split of 3 GPUs"} <= texts
+
+
+def test_a_plan_without_the_extra_report_has_no_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "altair", None)
+    assert main(["plan", write_config(tmp_path, SPEEDS), "--out", str(tmp_path / "out")]) == 0
+    assert 'not drawn: it needs altair → pip install "async-opd[report]"' in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 def test_more_gpus_go_to_the_pool_that_is_the_limit(tmp_path: Path) -> None:

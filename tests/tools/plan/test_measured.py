@@ -13,9 +13,14 @@ from async_opd.config.sections.plan import PlanConfig
 from async_opd.core.errors import ConfigError
 from async_opd.files.run_format import FORMAT_FILE
 from async_opd.tools.plan.inputs import setting_of
-from async_opd.tools.plan.measure.fit import batches_and_tokens, fixed_and_slope, lengths_of
-from async_opd.tools.plan.measure.lengths import Lengths
-from async_opd.tools.plan.measure.measured import MeasuredRun, read_run
+from async_opd.tools.plan.measured import (
+    MeasuredRun,
+    batches_and_tokens,
+    fixed_and_slope,
+    lengths_of,
+    read_run,
+)
+from async_opd.tools.plan.setting import Lengths
 from async_opd.tools.plan.sim.population import draw
 from async_opd.tools.plan.sim.simulation import simulate
 from tests.tools.plan.runs import BATCH, line, write_run

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.tools.plan.advice import enlarged, shrunk
 from async_opd.tools.plan.setting import Setting
-from async_opd.tools.plan.sim.scale import enlarged, shrunk
 from async_opd.tools.plan.sim.simulation import SimulatedRun, predict, simulate
 from tests.properties import examples
 from tests.tools.plan.settings import rollouts, setting, teacher

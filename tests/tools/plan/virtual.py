@@ -21,12 +21,11 @@ from async_opd.accounting.journal import Journal
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import TrainPlan
 from async_opd.core.batch import Batch
-from async_opd.core.reports import StageReport, StepReport
+from async_opd.core.reports import GRADE, StageReport, StepReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, topics
 from async_opd.observability.activity import Activity
 from async_opd.observability.metering import Metering
-from async_opd.observability.trace_events import GRADE
 from async_opd.pipeline import Pipeline
 from async_opd.queue.message_queue import MessageQueue
 from async_opd.tools.plan.setting import Setting, TeacherPoolSpec

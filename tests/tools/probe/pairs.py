@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from async_opd.core.scores import TopK
-from async_opd.tools.probe.figures import Measured, Response
-from async_opd.tools.probe.positions import Float64
+from async_opd.tools.probe.figures import Float64, Measured, Response
 
 VOCABULARY = 6
 

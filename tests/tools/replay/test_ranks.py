@@ -20,12 +20,11 @@ from tests.tools.replay import kept
 from tests.trainer.models import tiny_model
 from trainer.batches.shares import fetch
 from trainer.batches.token_weights import TokenWeighting
+from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.parallel.follower import Follower
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
-from trainer.rank_spec import RankSpec
+from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.replay.keeper import Keeper
 from trainer.replay.kept_step import read_kept, write_kept
 from trainer.replay.replayer import Recomputed, Replayer

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from async_opd.core.row import Media
 from async_opd.grading.evaluation_files import EVALS
-from async_opd.microscope.folder import MICROSCOPE, RecordWriter
-from async_opd.pictures.folder import MEDIA, Thumbnails
+from async_opd.microscope import MICROSCOPE, RecordWriter
+from async_opd.pictures import MEDIA, Thumbnails
 from tests.data.pictures import picture
 from tests.microscope.samples import TEXTS
 from tests.microscope.samples import record as tokens_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_opd.files.foreign import foreign
-from async_opd.files.json_lines import MetricsRow
+from async_opd.files.lines import MetricsRow
 from async_opd.tools.report.comparison import figures_of, recommended
 from async_opd.tools.report.recorded_run import Message, RecordedRun
 from tests.world.config import run_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from async_opd.core.row import Media
-from async_opd.pictures.folder import MEDIA, Thumbnails
-from async_opd.tools.report.samples.gallery import MOST_CHARS, Gallery
+from async_opd.pictures import MEDIA, Thumbnails
+from async_opd.tools.report.samples import MOST_CHARS, Gallery
 from tests.data.pictures import BLUE, RED
 from tests.pictures.test_folder import media
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.files.json_lines import MetricsRow
-from async_opd.tools.plan.measure.lengths import Lengths
-from async_opd.tools.plan.setting import Setting
+from async_opd.files.lines import MetricsRow
+from async_opd.tools.plan.setting import Lengths, Setting
 from async_opd.tools.report.pool_times import pool_times
 from async_opd.tools.report.recorded_run import RecordedRun, read_recorded_run
 from async_opd.tools.report.verdict import Verdict, judge

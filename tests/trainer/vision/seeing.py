@@ -25,8 +25,7 @@ from trainer.batches.token_weights import TokenWeight
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.rank import Rank
 from trainer.student.attention_choice import Platform
-from trainer.student.empty import EmptyStudent
-from trainer.student.loading import set_attention
+from trainer.student.loading import EmptyStudent, set_attention
 from trainer.vision.images import Sight
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from tests.trainer.vision.seeing import (
 )
 from tests.vision_models import FAMILIES, SIZE
 from trainer.rank import Rank
-from trainer.vision.held import BEHIND, packed, picture, rows_to_hold
+from trainer.student.reference import BEHIND, packed, picture, rows_to_hold
 
 LONGEST = 700
 

@@ -49,7 +49,7 @@ def test_packed_log_probabilities_are_those_of_each_sample_alone(family: str, ro
 def test_the_gradient_of_a_mixed_row_is_the_sum_of_each_samples_own(
     family: str, recompute: str
 ) -> None:
-    from trainer.layers.recomputation import recompute_activations
+    from trainer.layers import recompute_activations
 
     data = seen(family, *ROWS["mixed"], [0])
     model = student_of(family)

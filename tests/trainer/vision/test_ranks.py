@@ -17,7 +17,7 @@ from trainer.batches.micro_batches import MicroBatch
 from trainer.rank import Rank
 from trainer.student.adapters import add_adapters
 from trainer.student.named_weights import named_weights
-from trainer.vision.held import rows_to_hold
+from trainer.student.reference import rows_to_hold
 from trainer.vision.parts import freeze
 
 pytest.importorskip("torchvision")
@@ -41,7 +41,7 @@ def micro_batches(family: str) -> list[MicroBatch]:
 
 
 def made(family: str, case: dict[str, Any]) -> Any:
-    from trainer.layers.recomputation import recompute_activations
+    from trainer.layers import recompute_activations
 
     model = student_of(family)
     torch.manual_seed(0)

@@ -22,13 +22,13 @@ from tests.trainer.vision.seeing import (
     student_of,
 )
 from tests.vision_models import FAMILIES
-from trainer.flops import ModelSize
 from trainer.learner import Learner
 from trainer.saving.export import save_model
 from trainer.student.adapters import LORA, add_adapters
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import platform_of, set_attention
 from trainer.student.named_weights import frozen_names, named_weights
+from trainer.utilization import ModelSize
 from trainer.vision.parts import freeze, vision_parameters
 
 pytest.importorskip("torchvision")

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 
-from async_opd.tools.plan.measure.lengths import Lengths
-from async_opd.tools.plan.setting import Setting
+from async_opd.tools.plan.setting import Lengths, Setting
 
 CHUNK = 1 << 14
 

@@ -7,6 +7,7 @@
 
 The rules are the pipeline's, admission is the real class, and samples are numbers instead of
 messages. There is one event per finished rollout, scored batch and step.
+A ``Prediction`` has rates, shares of time, staleness and queues.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from dataclasses import dataclass, replace
 from async_opd.accounting.admission import Admission
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.stages import PROMPTS, SCORED, rollouts_topic
-from async_opd.tools.plan.prediction import PoolUse, Prediction
 from async_opd.tools.plan.setting import Setting, warmup_versions
 from async_opd.tools.plan.sim.clock import Clock, Level
 from async_opd.tools.plan.sim.population import Population
@@ -31,6 +31,62 @@ MAX_SAMPLES = 400_000
 """Samples of a simulated run; the rest of a longer one is extrapolated."""
 MOST_SAMPLES = 5 * MAX_SAMPLES
 """Samples until the rates of a setting are steady: more are refused, each takes time and memory."""
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """How a pool spends its time.
+
+    ``busy`` is the share of time in which a replica has work, the mean over replicas, as a run's
+    metric ``busy_s`` measures it. ``used`` is the pool's throughput as a share of its ``limit``,
+    which is its own limit in samples per second. ``waits`` are the shares of the remaining time by
+    what the pool waits for, the largest first.
+    """
+
+    name: str
+    replicas: int
+    busy: float
+    used: float
+    limit: float
+    waits: Mapping[str, float]
+
+    @property
+    def waits_for(self) -> str:
+        """The pool's longest wait; '' if that is less than 1 % of the time."""
+        reason = next(iter(self.waits), "")
+        return reason if reason and self.waits[reason] >= 0.01 else ""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Rates and shares after the warm-up; ``seconds`` is the time of the whole training.
+
+    ``wall_s`` includes the time before the first and after the last step. ``staleness[v]`` is the
+    share of samples with staleness v, ``queues[topic]`` the topic's mean number of ready samples.
+    """
+
+    samples_per_s: float
+    seconds: float
+    wall_s: float
+    staleness: Mapping[int, float]
+    pools: tuple[PoolUse, ...]
+    queues: Mapping[str, float]
+    concurrency: float
+    """Mean number of requests on a replica while it generates."""
+    sample_tokens: float
+    """Mean prompt and response tokens of a trained sample."""
+    batches: Mapping[str, float]
+    """Mean rollouts of a batch, by teacher."""
+
+    @property
+    def bottleneck(self) -> PoolUse:
+        """The pool with the smallest limit."""
+        return min(self.pools, key=lambda pool: pool.limit)
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean over the samples, in weight versions."""
+        return sum(value * share for value, share in self.staleness.items())
 
 
 def predict(setting: Setting, *, seed: int = 0) -> Prediction:

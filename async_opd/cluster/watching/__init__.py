@@ -1,1 +1,0 @@
-"""Watches the cluster of a run: lost nodes, the GPUs that are missing then, a lost head."""
