@@ -24,6 +24,8 @@ __all__ = ["Callback", "Summary", "distil"]
 class Callback:
     """Methods that a run calls on its event loop: a slow one delays the run.
 
+    In a notebook this loop is in another thread than the cell's.
+
     An error of a method ends the run as failed, with the error as its cause. Methods that are not
     overridden do nothing.
     """
@@ -106,8 +108,9 @@ def distil(
     working directory; ``overrides`` are ``key=value``, as on the command line, and ``resume``
     continues the run in ``run_dir``. ``callbacks`` are called in their order. ``Summary.status`` is
     ``failed`` or ``interrupted``, with ``error``, for a run that has not completed: an error of a
-    callback makes it ``failed``. It must be called in the main thread, where no event loop runs,
-    below ``if __name__ == "__main__":``, since engines start processes.
+    callback makes it ``failed``. A script calls it below ``if __name__ == "__main__":``, since
+    engines start processes. In a notebook, where an event loop runs already, the run has another
+    thread, and interrupting the cell ends it with a checkpoint, as Ctrl-C does elsewhere.
 
     Raises ConfigError for what is wrong with the input, before an engine starts.
     """

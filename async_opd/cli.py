@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from async_opd import __version__
+from async_opd import __version__, other_system
 from async_opd.config.overrides import add_config, add_run_dir, load_given
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
@@ -82,6 +82,9 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code. An error that is not expected is shown, not raised."""
+    if why := other_system():
+        print(why, file=sys.stderr)
+        return BAD_INPUT
     torchvision_operators.install()
     unasked.never_ask()
     words = sys.argv[1:] if argv is None else argv

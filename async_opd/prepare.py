@@ -8,12 +8,14 @@ Each command that reads inputs or starts engines takes this way.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from async_opd.checks.images.endpoint_probes import endpoint_probes
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import with_device
+from async_opd.checks.run_dir import run_dir_problems
 from async_opd.config.run_config import RunConfig
 from async_opd.config.user_code import UserCodeError
 from async_opd.core.errors import ConfigError, Problem
@@ -44,7 +46,7 @@ def prepare(
 
     Flags as for ``check_inputs``. Servers of teachers are asked: with ``load`` they get their keys
     and prompts with images, else a text of ours. ConfigError with all problems of the config,
-    models, data, code and servers.
+    models, data, code, run directory and servers.
     """
     from teachers.endpoint.check import check_endpoints
 
@@ -52,6 +54,7 @@ def prepare(
     config, inputs = found.config, found.inputs
     problems = [*inputs.problems, *(loss_problems(config, where) if load else [])]
     local = with_cached(config, [])[0]
+    problems += [*run_dir_problems(local, where, resume), *_wandb_problems(config, where)]
     if not problems and not any(named.is_hub_id for named in named_models(local)):
         shown = endpoint_probes(local, inputs) if load else {}
         problems = check_endpoints(local, where, shown, keys=load)
@@ -85,6 +88,16 @@ def check_inputs(
     inputs.problems[:0] = naming_faults(config, where)
     inputs.notes.extend(notes)
     return Prepared(config, inputs, inputs.device)
+
+
+def _wandb_problems(config: RunConfig, where: str) -> Iterator[Problem]:
+    """The problem of ``log.wandb: online`` where wandb has no login."""
+    if config.log.wandb == "online":
+        from async_opd.observability.wandb_sink import LOGIN, has_login
+
+        if not has_login():
+            message = "found online, but there is no login of wandb here"
+            yield Problem(where, "log.wandb", message, LOGIN)
 
 
 def loss_problems(config: RunConfig, where: str) -> list[Problem]:

@@ -72,6 +72,7 @@ from async_opd.prepare import Prepared
 from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training, reading_of
 from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.own_loop import run_to_end
 
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -162,8 +163,8 @@ def _run_in(
             mirror.notify, mirror.summarize = log.message, log.summarize
         for note in [*inputs.notes, *notes]:
             log.message(note)
-        code: int = uvloop.run(_run(Job(ready, run_dir, start, log, journal, mirror)))
-    return code
+        job = Job(ready, run_dir, start, log, journal, mirror)
+        return run_to_end(_run(job), uvloop.new_event_loop)
 
 
 def _viewers(config: RunConfig, run_dir: Path) -> list[Sink]:
@@ -228,7 +229,7 @@ async def _run(job: Job) -> int:
     work = asyncio.create_task(_distil(job, outcome))
     signals = SignalHandler(work, job.config.shutdown.grace_s, outcome.give_up)
     try:
-        await work
+        await signals.work_ended()
     except (asyncio.CancelledError, Exception) as error:
         code = outcome.finish(error)
         if isinstance(error, HeadLost):

@@ -26,7 +26,8 @@ from async_opd.config.run_config import RunConfig
 HEAD = """# Config
 
 Made by `python docs/make_config.py` from the code. Precedence: defaults < YAML < command line
-(`a.b.c=value`). Unknown keys are refused. `<name>` stands for a name you choose. Keys that several
+(`a.b.c=value`). Unknown keys are refused, but top-level ones that begin with `x-` are ignored: they
+may hold values with YAML anchors. `<name>` stands for a name you choose. Keys that several
 sections have come once, in the second part.
 """
 SHARED = "## Keys of several sections\n"

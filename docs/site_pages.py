@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:|[#/])[^)#\s]+")
 IN_NAV = ("CONTRIBUTING.md", "CHANGELOG.md")
-LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml"}
+LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".ipynb": "json"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import async_opd
+from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.job import Job
@@ -20,6 +22,7 @@ from async_opd.prepare import prepare
 from tests.checks.inputs import EXAMPLE, FEW
 from tests.world.training import FakeTraining
 
+ROOT = Path(__file__).parents[1]
 METHODS = ["on_checkpoint", "on_end", "on_evaluation", "on_row"]
 
 
@@ -83,6 +86,48 @@ def test_import_async_opd_imports_no_other_package() -> None:
     code = f"import sys, async_opd; print([n for n in {wanted} if n in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("mine", "named"), [("trainer.py",) * 2, ("teachers/__init__.py", "teachers")]
+)
+def test_a_file_of_the_users_with_a_name_of_ours_is_named_and_to_be_renamed(
+    mine: str, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / mine).parent.mkdir(exist_ok=True)
+    (tmp_path / mine).touch()
+    command = [sys.executable, "-c", "import async_opd"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert f"→ rename {tmp_path / named}, or start" in ended.stderr.decode()
+
+
+def test_a_distribution_with_a_package_of_our_name_is_to_be_uninstalled(tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    (site / "trainer").mkdir(parents=True)
+    (site / "trainer" / "__init__.py").touch()
+    command = [sys.executable, "-c", "import async_opd"]
+    path = f"{site}{os.pathsep}{ROOT}"
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True
+    )
+    assert "uninstall it (`pip uninstall trainer`)" in ended.stderr.decode()
+
+
+@pytest.mark.parametrize(("system", "name"), [("darwin", "macOS"), ("win32", "Windows")])
+def test_another_operating_system_is_refused_in_one_line(
+    system: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(ImportError, match=f"runs on Linux, this is {name}"):
+        _ = async_opd.distil
+    assert main(["check", str(EXAMPLE)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"this is {name} → use a Linux machine" in line
 
 
 def test_callbacks_are_told_of_rows_evaluations_checkpoints_and_the_end(

@@ -98,7 +98,7 @@ def test_a_signal_during_it_leaves_it_the_grace_and_the_run_has_failed(
 
     def handler(work: asyncio.Task[Any], *_: Any) -> Any:
         writing.signalled.append(work)
-        return SimpleNamespace(over=lambda: None)
+        return SimpleNamespace(over=lambda: None, work_ended=lambda: work)
 
     monkeypatch.setattr(module, "SignalHandler", handler)
     code, log = ended(distilling, tmp_path / "run", writing, shutdown={"grace_s": grace_s})

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,12 +81,12 @@ def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one
     write_run_format(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": "completed"}')  # and no model
 
-    def killed(main: Coroutine[Any, Any, int]) -> int:
+    def killed(main: Coroutine[Any, Any, int], new_loop: object) -> int:
         main.close()
         (tmp_path / "model").mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "uvloop", SimpleNamespace(run=killed))
+    monkeypatch.setattr(module, "run_to_end", killed)
     monkeypatch.setattr(runlog.RunLog, "finish", lambda log, status, error=None: status)
     with pytest.raises(KeyboardInterrupt):
         run(ready(config(run_dir=str(tmp_path))), resume=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.room import Room, Tally
+from async_opd.core.errors import in_words
 from async_opd.models.tokenizer import Text
 
 KEY = "cold_start.data"
@@ -46,7 +47,7 @@ def given_answers(data: DataChecks, sources: Sequence[Rows], room: Room) -> None
             if row.answer is not None:
                 room.add_foreign(row, text.plain(row.answer), foreign)
     except Exception as error:  # a tokenizer can raise anything
-        message = f"an answer cannot be tokenized: {type(error).__name__}: {error}"
+        message = f"an answer cannot be tokenized: {in_words(error)}"
         data.found.add(KEY, message, "correct the answer")
     for message, remedy in room.foreign_faults("answers", foreign):
         data.found.add(KEY, message, remedy)

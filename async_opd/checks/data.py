@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ from async_opd.checks.room import Room, Tally
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import PromptSource
 from async_opd.config.user_code import SOURCES, UserCodeError, find_user_code
-from async_opd.core.errors import SourceError
+from async_opd.core.errors import SourceError, in_words
 from async_opd.core.row import Media, Row
 from async_opd.data.mixture import passes
 from async_opd.data.prompts import added
@@ -26,6 +25,7 @@ from async_opd.grading.graders import REMEDY, evaluates, find_grader, is_functio
 from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.queue.sizes import in_mib
+from async_opd.waiting.own_loop import run_to_end
 
 
 @dataclass
@@ -90,13 +90,13 @@ class DataChecks:
             if not is_function(name):
                 load_grader(name)
             elif self.load:
-                fault = asyncio.run(loading_fault(GraderSpec.of(self.config, name)))
+                fault = run_to_end(loading_fault(GraderSpec.of(self.config, name)))
             else:
                 find_grader(name)
         except UserCodeError as error:
             fault = str(error)
         except (ImportError, ValueError) as error:  # of a built-in one
-            fault = f"{name} cannot be loaded: {type(error).__name__}: {error}"
+            fault = f"{name} cannot be loaded: {in_words(error)}"
         if fault:
             remedy = "exact, gsm8k, math_verify, regex:PATTERN, or module:function on PYTHONPATH"
             self.found.add(key, fault, remedy)
@@ -141,7 +141,9 @@ class DataChecks:
                 self.found.add(key, str(error), "put its module on PYTHONPATH", source.label)
             except SourceError as error:
                 place = source.label + ("" if error.row is None else f", row {error.row}")
-                remedy = "check the path" if "exist" in error.message else "correct the data"
+                usual = "check the path" if "exist" in error.message else "write another file"
+                usual = usual if error.row is None else "correct the row, or remove it"
+                remedy = error.remedy or usual
                 self.found.add(key, error.message, remedy, place)
             except ImportError as error:
                 extra = "vision" if error.name == "PIL" else "data"
@@ -179,18 +181,24 @@ class DataChecks:
         if self.config.lone_teacher is not None:
             return
         teacher_of: dict[str, str] = {}
+        twice = False
         for name, teacher in self.config.teachers.items():
             for source in teacher.sources if teacher.sources is not None else [name]:
                 if source in teacher_of:
                     message = f"{source!r} is a source of teacher {teacher_of[source]} already"
                     remedy = "name each data source at one teacher only"
                     self.found.add(f"teachers.{name}.sources", message, remedy)
+                    twice = True
                 teacher_of.setdefault(source, name)
+        if twice:
+            return
         train = self.parts["train"]
-        for source in sorted(train.routes | self.parts["eval"].routes):
-            if source not in teacher_of:
-                remedy = f"add it to the sources of one of: {', '.join(self.config.teachers)}"
-                self.found.add("teachers", f"no teacher for data source {source!r}", remedy)
+        unknown = sorted((train.routes | self.parts["eval"].routes) - teacher_of.keys())
+        for source in unknown:
+            remedy = f"add it to the sources of one of: {', '.join(self.config.teachers)}"
+            self.found.add("teachers", f"no teacher for data source {source!r}", remedy)
+        if unknown:  # a teacher without prompts may be the one that is meant
+            return
         for name in self.config.teachers:
             own = {source for source, teacher in teacher_of.items() if teacher == name}
             if not own & train.routes and not train.streamed:
@@ -280,8 +288,8 @@ class DataChecks:
                 encoded = self._encoded(checked(rows), text, spelled, readers)
                 faults = list(room.faults(encoded, long))
             except Exception as error:  # a chat template can raise anything
-                message = f"a prompt cannot be tokenized: {type(error).__name__}: {error}"
-                remedy = "correct the prompt or the chat template, or set data.chat_template"
+                message = f"a prompt cannot be tokenized: {in_words(error)}"
+                remedy = "correct the prompt, or set student.chat_template_file"
                 self.found.add(key, message, remedy, source.label)
                 continue
             if spelled.count:
@@ -295,7 +303,7 @@ class DataChecks:
             if room.overlong == "filter":
                 sources[at] = self._fitting(rows, text, readers, room, long)
                 if not checked(sources[at]):
-                    self.found.add(key, "data.overlong leaves no row", room.remedy, source.label)
+                    self.found.add(key, "data.overlong leaves no row", room.remedy(), source.label)
             if long:
                 done = "left out" if room.overlong == "filter" else "cut off at their beginning"
                 self.found.notes.append(

@@ -83,11 +83,12 @@ class ModelChecks:
         self._student(student)
         for key, files in self.files.items():
             if not files.same_tokenizer(student):
+                token = files.differing_token(student)
                 self.found.add(
                     key,
                     f"{files.path} and the student have different tokenizers: token ids would "
-                    "mean different things to them",
-                    "teachers need the student's tokenizer",
+                    f"mean different things to them{f' (token {token})' * bool(token)}",
+                    "take a teacher with the student's tokenizer",
                 )
             elif student.eos and files.eos:
                 self._ends(key, files, student)
@@ -292,7 +293,8 @@ class ModelChecks:
             if not self.found.has(key):  # data.train and data.eval share the bound
                 room = f"the shortest model has {min(known)} positions"
                 message = f"{response} leaves no room for a prompt: {room}"
-                self.found.add(key, message, "lower it")
+                most = f"at most {min(known) - 1} less the tokens of the longest prompt"
+                self.found.add(key, message, most if min(known) > 2 else "take another model")
             return None
         limits = [(value - response - 1, key) for value in known]
         if self.config.data.max_prompt_tokens:
@@ -351,9 +353,10 @@ class ModelChecks:
     def positions(self) -> None:
         """Checks that engines stay within their models' positions, and do not alter the student."""
         for section, engine, files in self._engines():
-            fault = files and Positions.of(files.config, max_model_len(engine)).fault
-            if fault:
-                self.found.add(f"{section}.engine.max_model_len", fault, "lower it")
+            found = files and Positions.of(files.config, max_model_len(engine))
+            if found and found.fault:
+                most = f"at most {found.original}"
+                self.found.add(f"{section}.engine.max_model_len", found.fault, most)
         changed = self.config.rollout.engine.extra.get("hf_overrides")
         others = sorted(changed.keys() - OVERRIDES) if isinstance(changed, dict) else []
         if others:

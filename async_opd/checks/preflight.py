@@ -196,7 +196,8 @@ def _prompts(
     if bound is None:
         return None
     limit, key = bound
-    data.prompts(part, sources, Room(key, limit, models.rows, config.data.overlong))
+    room = Room(key, limit, models.rows, config.data.overlong, response)
+    data.prompts(part, sources, room)
     return limit
 
 

@@ -23,6 +23,8 @@ class Room:
     rows: int | None
     overlong: str = "refuse"
     """``data.overlong``."""
+    response: int = 0
+    """Tokens of the longest response; 0: not known."""
 
     def faults(
         self, prompts: Iterable[tuple[Row, Sequence[int]]], long: set[str]
@@ -31,9 +33,10 @@ class Room:
 
         ``long`` gets the uids of rows with a longer prompt, unless these are refused.
         """
-        foreign, misfits = Tally(), Tally()
+        foreign, misfits, longest = Tally(), Tally(), 0
         for row, ids in prompts:
             self.add_foreign(row, ids, foreign)
+            longest = max(longest, len(ids))
             if len(ids) > self.limit and self.overlong != "refuse":
                 long.add(row.uid)
             elif not 1 <= len(ids) <= self.limit:
@@ -43,7 +46,7 @@ class Room:
             yield (
                 f"{misfits.count} prompts are empty or longer than {self.limit} tokens, the first "
                 f"is {misfits.first}",
-                f"shorten or remove them, or {self.remedy}",
+                f"shorten or remove them, or {self.remedy(longest)}",
             )
 
     def add_foreign(self, row: Row, ids: Sequence[int], foreign: Tally) -> None:
@@ -61,13 +64,17 @@ class Room:
                 f"change the {what}, or resize the model's embeddings",
             )
 
-    @property
-    def remedy(self) -> str:
+    def remedy(self, longest: int = 0) -> str:
+        """The setting for longer prompts, the longest of which has so many tokens, if known."""
+        more = max(longest - self.limit, 0)
+        much = f" by {more}" * (more > 0)
         if self.key == "data.max_prompt_tokens":
-            return f"raise {self.key}, or set data.overlong"
+            return f"raise {self.key}{much}, or set data.overlong"
+        if self.response and more >= self.response:
+            return "set data.overlong"
         return (
-            f"lower {self.key}: prompt, response and one more token must fit the shortest model, "
-            "or the max_model_len of its engine; or set data.overlong"
+            f"lower {self.key}{much}: prompt, response and one more token must fit the shortest "
+            "model, or the max_model_len of its engine; or set data.overlong"
         )
 
 

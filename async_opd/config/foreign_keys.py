@@ -117,6 +117,14 @@ SECTIONS = {
 }
 """Whole sections that only a file of another framework has."""
 
+GPU_COUNTS = ("gpus", "num_gpus", "n_gpus", "gpus_per_node", "n_gpus_per_node", "nodes", "nnodes")
+"""Keys of the number of GPUs of a whole run, which no config of ours has."""
+GPUS = (
+    "each pool has its own: rollout.replicas × rollout.tensor_parallel, the same of each teacher, "
+    "and train.ranks; async_opd plan CONFIG --gpus N advises them"
+)
+"""Where GPUs are set."""
+
 
 def name_here(key: str) -> tuple[str, str] | None:
     """The framework that a key belongs to and our name for it; None for any other key.

@@ -15,16 +15,18 @@ from typing import IO, Any, Literal, Protocol
 
 from pydantic import ValidationError
 
-from async_opd.config.foreign_keys import name_here
+from async_opd.config.foreign_keys import GPU_COUNTS, GPUS, name_here
 from async_opd.config.keys import (
     default_of,
     drop_removed,
     key_of,
+    keys_below,
     kinds_with,
+    meaning_of,
     new_name,
     why_removed,
 )
-from async_opd.config.nearest import nearest, nearest_key
+from async_opd.config.nearest import MAX_SUGGESTED, nearest, nearest_key
 from async_opd.config.paths import resolve_paths
 from async_opd.config.run_config import RunConfig, SizesError
 from async_opd.config.secrets import HIDDEN, Redactor, names_secret, take_out
@@ -40,6 +42,11 @@ MAX_SHOWN_CHARACTERS = 200
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 _shown = _short.repr
+
+NO_SECTION = ("model_type", "model_attributes_type", "dict_type")
+"""Errors of pydantic for a value in the place of keys and values."""
+FOR_ANCHORS = "x-"
+"""Begins top-level keys that are ignored: they hold values which other keys refer to."""
 
 MAX_CONFIG_BYTES = 1 << 20
 """Bound of a config file's size, in bytes."""
@@ -64,7 +71,8 @@ def load_config(
     Relative paths of models, data and graders, in the file or in overrides, are relative to the
     file's folder; ``run_dir`` stays relative to the working directory. A ``recorded`` config,
     that of a run directory, reads no environment variable, its names may have any characters, and
-    keys of it that were removed since are ignored.
+    keys of it that were removed since are ignored. So are top-level keys that begin with ``x-``,
+    whose values may have anchors.
     """
     source = _prepared(path, overrides, folder, recorded, without_removed=recorded)
     found = _validated(source)
@@ -120,6 +128,8 @@ def _prepared(
         tree = _read(Path(path) if isinstance(path, str) else path)
         source = _Source(str(path), tree, recorded)
         folder = Path(str(path)).resolve().parent
+    for key in [key for key in source.tree if str(key).startswith(FOR_ANCHORS)]:
+        del source.tree[key]
     source.check_secrets()
     drop_removed(source.tree, all_values=without_removed)
     for override in overrides:
@@ -187,8 +197,7 @@ class _Source:
         key, equals, raw = text.partition("=")
         parts = [part.strip() for part in key.split(".")]
         if not equals or not all(parts):
-            short = text if len(text) < MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
-            self._refuse(short, "is not an override", "write key=value, as in train.lr=1e-4")
+            self._refuse(_cut(text), "is not an override", "write key=value, as in train.lr=1e-4")
             return
         if len(parts) > MAX_DEPTH:
             remedy = f"write at most {MAX_DEPTH}"
@@ -271,6 +280,10 @@ def _read(file: Readable) -> dict[Any, Any]:
         if len(content) > MAX_CONFIG_BYTES:
             raise ValueError(f"it has more than {MAX_CONFIG_BYTES >> 20} MiB")
         text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        problem = Problem(f"{file}:{line}", "", "is not UTF-8", "save the file as UTF-8")
+        raise ConfigError([problem]) from None
     except (OSError, ValueError) as error:
         problem = Problem(str(file), "", f"cannot be read: {error}", "check the path")
         raise ConfigError([problem]) from None
@@ -317,16 +330,29 @@ def _message(entry: Any, key: str) -> tuple[str, str]:
     if kind == "union_tag_invalid":
         named, allowed = found["kind"], entry["ctx"]["expected_tags"]
         return f"found {named!r}, expected one of {allowed}", nearest(named, allowed)
-    if key == "loss" and isinstance(found, str):
-        return f"found {found!r}, expected a section", f"write loss: {{kind: {found}}}"
+    if kind in NO_SECTION:
+        return f"found {_shown(found)}, expected keys and values", _section_of(key, found)
     expected = str(entry["msg"]).removeprefix("Value error, ")
     expected = re.sub(r"^(Input|Tuple|String|List|Dictionary) should (be|have) ", "", expected)
     default = default_of(key)
-    remedy = f"the default is {default!r}" if default is not None else ""
+    remedy = f"the default is {default!r}" if default is not None else meaning_of(key)
     if kind == "literal_error":
         remedy = nearest(found, entry["ctx"]["expected"]) or remedy
     shown = "a value that is not shown" if found == HIDDEN else _shown(found)
     return f"found {shown}, expected {expected}", remedy
+
+
+def _section_of(key: str, found: Any) -> str:
+    """How to write a section that was given as a text, or which keys it has."""
+    name, known = key.rpartition(".")[2], keys_below(key)
+    first = "kind" if key == "loss" else "model"
+    if isinstance(found, str) and first in known:
+        return f"write {name}: {{{first}: {_cut(found)}}}"
+    return f"keys of {name}: {', '.join(known[:MAX_SUGGESTED])}" if known else meaning_of(key)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) < MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
 
 
 def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
@@ -339,6 +365,8 @@ def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
         return f"found {_shown(found)}: the key is called {renamed} now", f"write {renamed}"
     section, _, name = key.rpartition(".")
     others = kinds_with(section, name)
+    if name in GPU_COUNTS and section in ("", "cluster"):
+        return f"unknown key (value {_shown(found)})", GPUS
     foreign = name_here(key)
     if not others and foreign is not None:
         framework, ours = foreign
@@ -349,7 +377,9 @@ def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
             f"write {ours}",
         )
     if not others:
-        return f"unknown key (value {_shown(found)})", nearest_key(key)
+        anchors = isinstance(found, dict | list) and not section
+        hint = f"; a key that only has YAML anchors begins with {FOR_ANCHORS}" * anchors
+        return f"unknown key (value {_shown(found)})", nearest_key(key) + hint
     return (
         f"unknown key of kind {loc[-2]} (value {_shown(found)}): {', '.join(others)} have it",
         f"remove it; an override of {section}.kind keeps the file's other keys, one of {section} "

@@ -48,7 +48,7 @@ class RunConfig(Section):
     name: Name = "run"
     """Name of the run: its wandb name and its directory below ``runs/``. As all names in a config,
     it has at most 100 printable characters, on one line."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 31)
     """Seed of data order, sampling and training."""
     run_dir: str | None = None
     """Directory of the results; by default ``runs/<name>-<time>``."""

@@ -208,12 +208,29 @@ class ScoreError(AsyncOPDError, ValueError):
 class SourceError(AsyncOPDError):
     """A data source that cannot be read. ``row`` is 1-based, or None for the whole source."""
 
-    def __init__(self, source: str, message: str, row: int | None = None) -> None:
-        super().__init__(source, message, row)
-        self.source, self.message, self.row = source, message, row
+    def __init__(self, source: str, message: str, row: int | None = None, remedy: str = "") -> None:
+        super().__init__(source, message, row, remedy)
+        self.source, self.message, self.row, self.remedy = source, message, row, remedy
 
     def __str__(self) -> str:
         return f"{self.source}{'' if self.row is None else f', row {self.row}'}: {self.message}"
+
+
+class RowFault(ValueError):
+    """A row that cannot be used, with what to do about it."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message, remedy)
+        self.message, self.remedy = message, remedy
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def in_words(error: BaseException) -> str:
+    """The error's text without the name of its class; that name where there is no text."""
+    text = str(error)
+    return f"{text} is missing" if isinstance(error, KeyError) else text or type(error).__name__
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from async_opd.config.sections.data import PromptSource
 from async_opd.config.sections.section import Name
+from async_opd.core.errors import RowFault, SourceError, in_words
 from async_opd.core.nesting import MAX_DEPTH
 from async_opd.core.row import MEDIA, AnswerIn, Row, answer_in, kinds_of, value_at
 from async_opd.data.images import RowImages
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 MAX_ROW_BYTES = 16 << 20
 """Letters and bytes of a row, images of it included."""
 MAX_NAMED = 12
+PROMPTS = (
+    *("prompt", "question", "problem", "instruction", "query", "input", "text"),
+    *("messages", "conversations", "conversation"),
+)
+"""Names of prompts' fields in other data sets, the likeliest first."""
 
 
 class RowSource(PromptSource):
@@ -51,8 +57,12 @@ class RowSource(PromptSource):
             raise ValueError(excess)
         name = self.prompt or data.prompt
         for needed in [name] + [data.route_by] * (self.data_source is None):
-            if value_at(fields, needed) in (None, "", []):
-                raise ValueError(f"has no field {needed!r}; it has {_names(fields)}")
+            value = value_at(fields, needed)
+            if value in ("", []):
+                raise ValueError(f"has an empty field {needed!r}")
+            if value is None:
+                message = f"has no field {needed!r}; it has {_names(fields)}"
+                raise RowFault(message, self._other_field(needed == name, fields))
         prompt = value_at(fields, name)
         chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
         if not chat and not isinstance(prompt, str):
@@ -81,6 +91,17 @@ class RowSource(PromptSource):
             raise ValueError(f"has {unread!r}, and only text and images are read{hint}")
         return row
 
+    def _other_field(self, is_prompt: bool, fields: dict[str, Any]) -> str:
+        """The remedy where rows lack the field of the prompt, or that of the data source."""
+        if not is_prompt:
+            return (
+                "give all rows of the source one (data.train: {path: …, data_source: NAME}), or "
+                "set data.route_by to the field that has it"
+            )
+        key = "data.prompt" if self.prompt is None else "prompt of the source"
+        near = next((one for one in PROMPTS if one in fields), "the field that has it")
+        return f"set {key}: {near}"
+
     def _answer(self, fields: dict[str, Any], data: DataConfig) -> str | None:
         name, place = self.answer or data.answer, self.answer_in or data.answer_in
         value = value_at(fields, name)
@@ -89,8 +110,14 @@ class RowSource(PromptSource):
         found = answer_in(str(value), place)
         if found is None:
             mark = "####" if place == "####" else "\\boxed{…}"
-            raise ValueError(f"{name!r} has no {mark}, in which data.answer_in expects the answer")
+            message = f"{name!r} has no {mark}, in which data.answer_in expects the answer"
+            raise RowFault(message, "set data.answer_in: whole, or remove the row")
         return found
+
+
+def row_error(label: str, error: ValueError, row: int) -> SourceError:
+    """The error of a row (from 1), with the remedy if it is a ``RowFault``."""
+    return SourceError(label, in_words(error), row, getattr(error, "remedy", ""))
 
 
 def too_large() -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os.path
+import shlex
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,15 +16,34 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from async_opd.config.paths import is_url
-from async_opd.core.errors import SourceError
+from async_opd.core.errors import RowFault, SourceError, in_words
 from async_opd.core.row import Row
-from async_opd.data.fields import MAX_ROW_BYTES, RowSource, too_large
+from async_opd.data.fields import MAX_ROW_BYTES, RowSource, row_error, too_large
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import RemoteFile, only_os_errors
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
 
+
+CONVERT = {
+    ".csv": (
+        "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in "
+        "csv.DictReader(sys.stdin)]' < {0} > rows.jsonl"
+    ),
+    ".tsv": (
+        "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in "
+        'csv.DictReader(sys.stdin, delimiter="\t")]\' < {0} > rows.jsonl'
+    ),
+    ".json": (
+        "python -c 'import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]' "
+        "< {0} > rows.jsonl"
+    ),
+    ".gz": "gunzip --keep {0}",
+}
+"""A command that turns a file into jsonl, by the end of its name."""
+UTF_16 = ("\udcff\udcfe", "\udcfe\udcff")
+"""How lines of UTF-16 begin, whose bytes are not UTF-8."""
 
 RowFile = Path | ForeignPath | RemoteFile
 """A file that a config names, one of a data set's folder, or one at a URL."""
@@ -93,8 +113,8 @@ def file_rows(
                 fields = _parsed(entry) if isinstance(entry, str) else entry
                 yield source.row(fields, f"{index}:{before + number}", data, folder)
             except ValueError as error:
-                yield SourceError(str(path), str(error), before + number + 1)
-    except (OSError, UnicodeDecodeError) as error:
+                yield row_error(str(path), error, before + number + 1)
+    except OSError as error:
         raise SourceError(str(path), f"cannot be read: {error}") from error
 
 
@@ -122,7 +142,10 @@ def _entries(path: RowFile, start: int) -> Iterator[tuple[int, str | dict[str, A
     elif isinstance(path, Path) and path.is_dir():
         yield from enumerate(_arrow(path, start, "is not a datasets directory"), start)
     else:
-        raise SourceError(str(path), "is neither *.jsonl, *.parquet nor a datasets directory")
+        how = CONVERT.get(path.suffix, "").format(shlex.quote(str(path)))
+        remedy = f"convert it: {how}" if how else "write it as jsonl or parquet"
+        message = "is neither *.jsonl, *.parquet nor a datasets directory"
+        raise SourceError(str(path), message, remedy=remedy)
 
 
 def _arrow(path: RowFile, start: int, fault: str) -> Iterator[dict[str, Any] | None]:
@@ -134,12 +157,15 @@ def _arrow(path: RowFile, start: int, fault: str) -> Iterator[dict[str, Any] | N
         else:
             yield from parquet_rows(path, start)
     except Exception as error:  # broken files find their way deep into pyarrow
-        raise SourceError(str(path), f"{fault}: {type(error).__name__}: {error}") from error
+        raise SourceError(str(path), f"{fault}: {in_words(error)}") from error
 
 
 def _lines(path: RowFile) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank; of one that is too large the beginning."""
-    with path.open(encoding="utf-8") as file:
+    """Lines that are not blank; of one that is too large the beginning.
+
+    Bytes that are not UTF-8 are lone surrogates in them, which no UTF-8 has.
+    """
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), "")):
             if line.strip():
                 yield number, line
@@ -148,9 +174,16 @@ def _lines(path: RowFile) -> Iterator[tuple[int, str]]:
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    """The fields of a line. ValueError if it is too large, or no JSON object."""
+    """The fields of a line. ValueError if it is too large, not UTF-8, or not a JSON object."""
     if len(line) > MAX_ROW_BYTES:
         raise ValueError(too_large())
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        is_16 = line.startswith(UTF_16)
+        found = "is UTF-16, not UTF-8" if is_16 else f"is not UTF-8 at character {error.start + 1}"
+        how = f"iconv -f {'UTF-16' if is_16 else 'LATIN1'} -t UTF-8 FILE > NEW"
+        raise RowFault(found, f"save the file as UTF-8: {how}") from error
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:

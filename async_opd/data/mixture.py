@@ -10,8 +10,11 @@ from collections.abc import Sequence
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import beginnings
+from async_opd.core.errors import ConfigError, Problem
 from async_opd.data.streamed_rows import StreamedRows
 
+MAX_STEPS = (1 << 31) - 1
+"""As ``train.steps``."""
 Phase = tuple[int, Sequence[float]]
 """From how many prompts on a mixture holds, and its weights; a source of weight 0 is not taken."""
 
@@ -94,11 +97,15 @@ def _size(rows: Sequence[object] | StreamedRows) -> int:
 def with_steps(config: RunConfig, rows: Sequence[Sequence[object] | StreamedRows]) -> RunConfig:
     """The config with the steps of its ``train.epochs``: the batches that these rows fill.
 
-    Unchanged while a source has no rows here, whose number a run will know.
+    Unchanged while a source has no rows here, whose number a run will know. ConfigError for more
+    than ``MAX_STEPS``.
     """
     if config.train.epochs is None or not all(rows):
         return config
     samples = config.train.epochs * sum(map(_size, rows)) * config.rollout.n
     steps = max(1, math.ceil(round(samples / config.train.batch_size, 9)))
+    if steps > MAX_STEPS:
+        message = f"found {config.train.epochs:g}, which is {steps} steps"
+        raise ConfigError([Problem("the config", "train.epochs", message, "take fewer")])
     train = config.train.model_copy(update={"steps": steps, "epochs": None})
     return config.model_copy(update={"train": train})

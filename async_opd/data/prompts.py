@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from async_opd.core.arrays import Int32
-from async_opd.core.errors import RolloutFault, SourceError
+from async_opd.core.errors import RolloutFault, SourceError, in_words
 from async_opd.core.row import Media, PromptText, Row, images_of, value_at
 from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Prompt
 from async_opd.core.uid import Uid
@@ -77,7 +77,7 @@ def _encoded(
         ids = ids[-limit:] if truncate and limit and not row.images else ids
         length = len(ids) + (added(row, sized) if limit and sized else 0)
     except Exception as error:  # a chat template can raise anything
-        cause = f"row {row.uid} cannot be tokenized: {type(error).__name__}: {error}"
+        cause = f"row {row.uid} cannot be tokenized: {in_words(error)}"
         raise RolloutFault("prompt", cause, "correct the prompt or the chat template") from error
     if not 1 <= length <= (limit or length):
         bound = "" if limit is None else f", at most {limit} fit"

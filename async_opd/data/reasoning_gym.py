@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from async_opd.config.sections.data import PromptSource
-from async_opd.config.sections.section import Name
+from async_opd.config.sections.section import Count, Name
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row, Task
 
@@ -22,7 +22,7 @@ class ReasoningGymSource(PromptSource):
     kind: Literal["reasoning_gym"]
     task: Name
     """Name of the reasoning-gym dataset; it is also the rows' data source."""
-    size: PositiveInt = 1000
+    size: Count = 1000
     """Number of entries."""
     seed: int = 0
     """Seed of the generator: give training and evaluation different ones."""

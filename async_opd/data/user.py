@@ -12,7 +12,7 @@ from async_opd.config.sections.section import Name
 from async_opd.config.user_code import SOURCES, UserCodeError, fits, user_object
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
-from async_opd.data.fields import RowSource
+from async_opd.data.fields import RowSource, row_error
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
@@ -45,7 +45,7 @@ class UserSource(RowSource):
                         raise ValueError(f"is {type(entry).__name__}, not a mapping")
                     yield self.row(dict(entry), f"{index}:{number}", data)
                 except ValueError as error:
-                    yield SourceError(self.label, str(error), number + 1)
+                    yield row_error(self.label, error, number + 1)
         except UserCodeError as error:
             raise SourceError(self.label, str(error)) from error
         except (Exception, SystemExit) as error:  # of the user's code: it can raise anything

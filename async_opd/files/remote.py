@@ -110,16 +110,18 @@ class RemoteFile:
         with only_os_errors(self.url):
             return bool(files.isdir(path))
 
-    def open(self, mode: str = "r", encoding: str | None = None) -> IO[Any]:
+    def open(
+        self, mode: str = "r", encoding: str | None = None, errors: str | None = None
+    ) -> IO[Any]:
         """Opens it as ``Path.open`` does; the bytes are there once it is closed. OSError."""
         files, path = self._place
-        named = {} if encoding is None else {"encoding": encoding}
+        named = {} if encoding is None else {"encoding": encoding, "errors": errors}
         with only_os_errors(self.url):
             if (local := self._local) is None:
                 opened: IO[Any] = files.open(path, mode, **named)
                 return opened
             if "r" in mode:
-                return local.open(mode, encoding)
+                return local.open(mode, encoding, errors)
             written = self._without_links(local)
             make_folder(written.parent)
             return open(written, mode, encoding=encoding, opener=regular_file)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.sections.train import LoraConfig
+from async_opd.core.errors import in_words
 from async_opd.models.model_files import ModelError
 from async_opd.models.model_size import VISION, tensors_of
 
@@ -69,5 +70,5 @@ def _tensors(model: str | Path) -> list[tuple[str, tuple[int, ...], str]]:
     try:
         return tensors_of(Path(model))
     except Exception as error:  # safetensors' exception has no base class
-        message = f"the weights of {model} cannot be read: {type(error).__name__}: {error}"
+        message = f"the weights of {model} cannot be read: {in_words(error)}"
         raise ModelError(message, "save the model again") from error

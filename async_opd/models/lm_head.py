@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from async_opd.core.errors import in_words
 from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError
 from async_opd.models.tokenizer import text_settings
@@ -111,7 +112,7 @@ class HeadFiles:
             config = read_json(path / "config.json")
             places = _places(path)
         except Exception as error:  # safetensors' exception has no base class
-            message = f"the weights of {path} cannot be read: {type(error).__name__}: {error}"
+            message = f"the weights of {path} cannot be read: {in_words(error)}"
             raise ModelError(message, "save the model again") from error
         shape = LogitShape.of(config, str(path))
         weight = _weight(path, places, text_settings(config))

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from async_opd.core.errors import in_words
 from async_opd.models.json_files import LONGEST_KEY, named_values, read_json
 from async_opd.models.processor import further_models, other_classes
 from async_opd.models.tokenizer import Text, eos_ids, text_settings
@@ -160,7 +161,7 @@ class ModelFiles:
             raise
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(
-                f"{path} cannot be read: {type(error).__name__}: {error}", "save the model again"
+                f"{path} cannot be read: {in_words(error)}", "save the model again"
             ) from error
 
     @property
@@ -235,6 +236,15 @@ class ModelFiles:
         )
         return bool(own == others)
 
+    def differing_token(self, other: ModelFiles) -> str:
+        """The first token, by this model's ids, that has another id in the other; '' if none."""
+        own, others = (_ids(one.tokenizer) for one in (self, other))
+        for token, at in sorted(own.items(), key=lambda item: (item[1], item[0])):
+            if others.get(token) != at:
+                there = "none" if token not in others else str(others[token])
+                return f"{token[:40]!r} is {at} in {self.path.name}, {there} in {other.path.name}"
+        return "" if own.keys() == others.keys() else other.differing_token(self)
+
     def _number(self, name: str) -> int | None:
         value = text_settings(self.config).get(name)
         return value if isinstance(value, int) and value > 0 else None
@@ -273,6 +283,20 @@ def _quantization_method(settings: object) -> str:
     older = producer.get("name") if isinstance(producer, Mapping) else None
     found = str(settings.get("quant_method") or older or "").lower()
     return found.replace("compressed_tensors", "compressed-tensors")
+
+
+def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """The id of each token of a tokenizer.json, as far as it has the usual form."""
+    ids: dict[str, int] = {}
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    if isinstance(vocabulary, Mapping):
+        ids |= {str(token): at for token, at in vocabulary.items() if isinstance(at, int)}
+    elif isinstance(vocabulary, list):  # of pairs of a token and its score
+        ids |= {str(pair[0]): at for at, pair in enumerate(vocabulary) if pair}
+    for added in tokenizer.get("added_tokens") or ():
+        if isinstance(added, Mapping) and isinstance(added.get("id"), int):
+            ids[str(added.get("content"))] = added["id"]
+    return ids
 
 
 def _text(value: object) -> str | None:

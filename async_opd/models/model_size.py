@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from safetensors import safe_open
 
+from async_opd.core.errors import in_words
 from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError, layers_of
 from async_opd.models.tokenizer import text_settings
@@ -154,7 +155,7 @@ class ModelSize:
             tensors = tensors_of(path) if path.is_absolute() else ()
             return cls.of(read_json(path / "config.json"), tensors)
         except Exception as error:  # safetensors' exception has no base class
-            message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"
+            message = f"the size of {path} cannot be read: {in_words(error)}"
             raise ModelError(message, "save the model again") from error
 
     @classmethod

@@ -32,6 +32,7 @@ def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
             raise
 
     options: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+    options["force_jupyter"] = False  # a notebook gets text too, in place of HTML
     if plain:
         options |= {"force_terminal": False, "color_system": None, "width": PLAIN_WIDTH}
     return Terminal(file=file, **options)

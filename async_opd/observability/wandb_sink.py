@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["online", "offline", "disabled"]
 
+LOGIN = "wandb login, or export WANDB_API_KEY; or log.wandb: offline, and wandb sync later"
 INIT_TIMEOUT_S = 30.0
 SERVICE = "wandb-core"
 """The name of wandb's own process."""
@@ -354,6 +355,11 @@ def own_mode() -> Mode:
     return _auto_mode(_own_settings())
 
 
+def has_login() -> bool:
+    """Whether wandb has credentials of this user. No server is asked."""
+    return _has_login(_own_settings())
+
+
 def _own_settings() -> wandb.Settings:
     """wandb's settings from the environment and the user's own file.
 
@@ -375,12 +381,15 @@ def _auto_mode(settings: wandb.Settings) -> Mode:
         return "offline"
     if settings.mode == "disabled":
         return "disabled"
-    logged_in = (
+    return "online" if _has_login(settings) else "offline"
+
+
+def _has_login(settings: wandb.Settings) -> bool:
+    return (
         any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
         or bool(settings.api_key)
         or _in_netrc(urlsplit(settings.base_url).hostname or "")
     )
-    return "online" if logged_in else "offline"
 
 
 def _in_netrc(host: str) -> bool:

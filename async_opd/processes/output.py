@@ -92,7 +92,12 @@ class NonBlockingStream(io.TextIOBase):
 
 
 def nonblocking(file: TextIO) -> TextIO:
-    """A NonBlockingStream over the file, or the file itself if it has no descriptor to block on."""
+    """A NonBlockingStream over the file, or the file itself if it has no descriptor to block on.
+
+    So is the output of a notebook's cell, whose descriptor is that of Jupyter's server.
+    """
+    if not isinstance(file, io.TextIOWrapper):
+        return file
     try:
         return cast(TextIO, NonBlockingStream(file))
     except (AttributeError, OSError, ValueError):

@@ -41,6 +41,7 @@ def signals_set(arrived: threading.Event) -> Iterator[None]:
 class SignalHandler:
     """Handles both signals in the running loop, for the task ``work``.
 
+    Only the main thread receives signals: elsewhere ``work_ended`` is cancelled instead.
     ``on_forced_exit(why)`` is called before the process is killed because the work did not end in
     time; it returns the exit code.
     """
@@ -52,6 +53,8 @@ class SignalHandler:
         self._grace_s = grace_s
         self._on_forced_exit = on_forced_exit
         self._timer: threading.Timer | None = None
+        if threading.current_thread() is not threading.main_thread():
+            return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.signal, number)
@@ -66,6 +69,15 @@ class SignalHandler:
             self._work.cancel()
         elif number == signal.SIGINT:
             self._end("by a second SIGINT")
+
+    async def work_ended(self) -> None:
+        """Waits for the work, and raises its error. A cancellation counts as a SIGINT."""
+        while not self._work.done():
+            try:
+                await asyncio.wait({self._work})
+            except asyncio.CancelledError:
+                self.signal(signal.SIGINT)
+        await self._work
 
     def over(self) -> None:
         """Stops the timer of the forced exit: the work is done."""

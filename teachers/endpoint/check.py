@@ -22,6 +22,7 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.media.cache import MediaCache
 from async_opd.models.tokenizer import Text
 from async_opd.waiting.deadline import gather_or_cancel
+from async_opd.waiting.own_loop import run_to_end
 from teachers.endpoint.api import TokenId
 from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica, endpoint_spec
 
@@ -41,7 +42,7 @@ def check_endpoints(
     ``shown`` are prompts with images, by teacher, which its servers have to score. Without ``keys``
     no server is asked that needs one.
     """
-    return asyncio.run(_check_all(config, where, shown, keys))
+    return run_to_end(_check_all(config, where, shown, keys))
 
 
 async def _check_all(
@@ -91,7 +92,7 @@ async def _fault(
         return f"serves {found}, not {teacher.served_model}", "set teachers.*.served_model"
     longest, wanted = served[teacher.served_model], config.rollout.max_tokens + 2
     if longest is not None and longest < wanted:
-        remedy = "lower it, or start the server with a larger --max-model-len"
+        remedy = f"at most {longest - 2}, or start the server with a larger --max-model-len"
         return f"takes {longest} tokens, rollout.max_tokens needs at least {wanted}", remedy
     text = Text(config.student.model)
     ids = text.plain(TEXT)

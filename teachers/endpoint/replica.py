@@ -26,7 +26,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import scored_top_k
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.batch import Batch
-from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.errors import RolloutFault, StageError, in_words
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
@@ -245,7 +245,8 @@ class EndpointReplica:
                     raise self._error(cause, "turn the server's compression off")
                 return await self._body(url, response, limits)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            cause = f"{url} cannot be reached: {type(error).__name__}: {str(error)[:MAX_SHOWN]}"
+            found = in_words(error).replace(" ssl:default", "")[:MAX_SHOWN]
+            cause = f"{url} cannot be reached: {found}"
             raise self._error(cause, "is the server up, and the URL right?") from error
 
     async def _body(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,97 @@ def test_evaluation_rows_without_an_answer_are_refused(tmp_path: Path) -> None:
 
 def test_a_users_own_grader_may_need_no_answer(tmp_path: Path) -> None:
     assert found(unanswered(tmp_path), "eval.grader=math:sqrt") == []
+
+
+WITHOUT_SOURCE = [{"question": "sort 1=", "answer": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("entries", "overrides", "remedy"),
+    [
+        ([{"question": "sort 1=", "data_source": "sort"}], [], "set data.prompt: question"),
+        ([{"mine": "sort 1=", "data_source": "sort"}], [], "set data.prompt: the field that"),
+        (WITHOUT_SOURCE, ["data.prompt=question"], "data_source: NAME}), or set data.route_by"),
+        (
+            [{**SORT, "answer": "none"}],
+            ["data.answer_in=boxed"],
+            "set data.answer_in: whole, or remove the row",
+        ),
+    ],
+)
+def test_a_field_that_rows_lack_is_answered_with_the_key_to_set(
+    entries: list[Any], overrides: list[str], remedy: str, tmp_path: Path
+) -> None:
+    assert remedy in found(rows(tmp_path, *entries), *overrides)[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("encoding", "row", "words", "how"),
+    [
+        ("latin-1", 2, "is not UTF-8 at character 18", "iconv -f LATIN1"),
+        ("utf-16", 1, "is UTF-16, not UTF-8", "iconv -f UTF-16"),
+    ],
+)
+def test_another_encoding_is_named_with_the_row_and_the_remedy(
+    encoding: str, row: int, words: str, how: str, tmp_path: Path
+) -> None:
+    lines = [json.dumps(one, ensure_ascii=False) for one in (SORT, {"prompt": "sort é"})]
+    (tmp_path / "rows.jsonl").write_bytes("\n".join(lines).encode(encoding))
+    problem = found(f"data.train=[{tmp_path}/rows.jsonl]")[0]
+    assert (problem.message, f"row {row}" in problem.where) == (words, True)
+    assert problem.remedy.startswith(f"save the file as UTF-8: {how} -t UTF-8")
+
+
+def test_a_byte_order_mark_of_utf_8_is_not_a_part_of_the_first_row(tmp_path: Path) -> None:
+    lines = [json.dumps(one) for one in GOOD]
+    (tmp_path / "rows.jsonl").write_bytes("\n".join(lines).encode("utf-8-sig"))
+    assert found(f"data.train=[{tmp_path}/rows.jsonl]") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("my rows.csv", "prompt,data_source\nsort 1=,sort\nx,reverse\n"),
+        ("rows.tsv", "prompt\tdata_source\nsort 1=\tsort\nx\treverse\n"),
+        ("rows.json", json.dumps(GOOD)),
+    ],
+)
+def test_a_table_is_converted_by_the_command_of_the_remedy(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    remedy = found(f"data.train=['{tmp_path}/{name}']")[0].remedy
+    assert remedy.startswith("convert it: python -c ")
+    command = remedy.removeprefix("convert it: ").replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert found(f"data.train=[{tmp_path}/rows.jsonl]") == []
+
+
+def test_an_unknown_data_source_is_not_followed_by_the_teacher_without_prompts(
+    tmp_path: Path,
+) -> None:
+    entries = [{**GOOD[0], "data_source": "sorting"}, GOOD[1]]
+    problem = one(rows(tmp_path, *entries), "data.eval=[]")
+    assert problem.message == "no teacher for data source 'sorting'"
+
+
+def test_a_source_at_two_teachers_is_not_followed_by_the_teacher_without_prompts() -> None:
+    problem = one("teachers.reverse.sources=[sort]")
+    assert "'sort' is a source of teacher sort already" in problem.message
+
+
+def test_a_fault_of_a_template_is_shown_without_the_class_of_its_error(tmp_path: Path) -> None:
+    chat = {"prompt": [{"role": "user", "content": "sort 1="}], "data_source": "sort"}
+    problem = one(rows(tmp_path, chat, *GOOD))
+    assert problem.message.startswith("a prompt cannot be tokenized: ")
+    assert "Error" not in problem.message
+
+
+def test_too_long_prompts_say_by_how_much_the_response_is_to_be_lowered(tmp_path: Path) -> None:
+    def remedy(digits: int, *overrides: str) -> str:
+        long = {"prompt": f"sort {'1' * digits}=", "data_source": "sort"}
+        return one(rows(tmp_path, *GOOD, long), "data.eval=[]", *overrides).remedy
+
+    assert "lower rollout.max_tokens by 5: prompt, response" in remedy(118)
+    assert remedy(200) == "shorten or remove them, or set data.overlong"
+    assert "raise data.max_prompt_tokens by 14," in remedy(20, "data.max_prompt_tokens=12")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ REFUSED = [
     (f"student.model=/{'x' * 5000}", "student.model", "xxx"),
     ("loss.top_k=129", "loss.top_k", "128"),
     ("rollout.max_tokens=128", "rollout.max_tokens", "128"),
-    ("eval.max_tokens=127", "eval.max_tokens", "→ lower it"),
+    ("eval.max_tokens=127", "eval.max_tokens", "→ at most 127 less the tokens"),
     ("train.attention=varlen", "train.attention", "GPUs only"),
     (
         "rollout.engine.extra={hf_overrides: {head_dtype: float32, rope_theta: 5}}",
@@ -337,3 +338,13 @@ def test_a_quantized_student_is_refused_while_its_engines_are_to_be_proved(
 )
 def test_quantized_teachers_and_caches_leave_the_proof_as_it_is(extra: str) -> None:
     assert found(extra) == []
+
+
+def test_a_token_that_differs_is_named(tmp_path: Path) -> None:
+    message = one(f"teachers.sort.model={other_tokenizer(tmp_path)}").message
+    assert re.search(r"\(token '[12]' is \d+ in teacher-sort, \d+ in student\)", message)
+
+
+def test_a_response_that_leaves_no_room_says_how_long_it_may_be() -> None:
+    problem = found("rollout.max_tokens=500")[0]
+    assert problem.remedy == "at most 127 less the tokens of the longest prompt"

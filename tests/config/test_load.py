@@ -371,3 +371,50 @@ def test_no_file_ends_in_a_traceback(
     file.write_text(yaml.safe_dump(tree))
     with contextlib.suppress(ConfigError):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("extra", "overrides", "key", "message", "remedy"),
+    [
+        ("train: {steps: 99999999999999999999999}", [], "train.steps", "less than 2147483648", ""),
+        ("rollout: {max_tokens: 2147483648}", [], "rollout.max_tokens", "less than", ""),
+        ("seed: 4294967296", [], "seed", "less than 2147483648", "the default is 0"),
+        ("seed: -1", [], "seed", "greater than or equal to 0", ""),
+        ("train: {lr: 5}", [], "train.lr", "less than or equal to 1", "the default is 1e-05"),
+        ("train: {lr: 1e26}", [], "train.lr", "found 1e+26", ""),
+        ("", ["cluster.device=tpu"], "cluster.device", "'cuda'", ""),
+        ("", ["student=path"], "student", "keys and values", "write student: {model: path}"),
+        ("", ["teachers.a=t"], "teachers.a", "keys and values", "write a: {model: t}"),
+        ("loss: k2", [], "loss", "keys and values", "write loss: {kind: k2}"),
+        ("train: 5", [], "train", "keys and values", "keys of train: steps, epochs"),
+        ("cluster: {ports: [1]}", [], "cluster.ports", "found [1]", "Ports, as `20000-20099`"),
+        ("cluster: {ports: '80'}", [], "cluster.ports", "found '80'", "Ports, as `20000-20099`"),
+        ("cluster: {gpus: 8}", [], "cluster.gpus", "unknown key", "train.ranks; async_opd plan"),
+        ("gpus: 8", [], "gpus", "unknown key", "rollout.replicas × rollout.tensor_parallel"),
+        ("common: {a: 1}", [], "common", "unknown key", "YAML anchors begins with x-"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_write(
+    extra: str, overrides: list[str], key: str, message: str, remedy: str, tmp_path: Path
+) -> None:
+    (problem,) = problems(tmp_path, extra, *overrides)
+    assert problem.key == key
+    assert message in problem.message
+    assert "Config" not in problem.message
+    assert remedy in problem.remedy
+
+
+def test_gpu_means_cuda(tmp_path: Path) -> None:
+    for name in ("gpu", "GPUs"):
+        assert load(tmp_path, "", f"cluster.device={name}").cluster.device == "cuda"
+
+
+def test_keys_that_begin_with_x_hold_anchors(tmp_path: Path) -> None:
+    config = load(tmp_path, "x-rate: &rate {lr: 1e-4}\ntrain: {<<: *rate, steps: 7}\n")
+    assert (config.train.lr, config.train.steps) == (1e-4, 7)
+
+
+def test_a_config_in_another_encoding_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(f"{MINIMAL}name: été\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"c.yaml:4: is not UTF-8\n +→ save the file as UTF-8"):
+        load_config(tmp_path / "c.yaml")

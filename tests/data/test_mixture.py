@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import ConfigError
 from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Prompt
 from async_opd.data.mixture import Mixture, Phase, phases_of, with_steps
@@ -141,6 +142,13 @@ def test_epochs_are_the_steps_that_the_rows_fill(epochs: float, steps: int) -> N
     train = with_steps(asked, [range(12), range(8)]).train
     assert (train.steps, train.epochs) == (steps, None)
     assert with_steps(asked, [range(12), []]) == asked
+
+
+def test_more_epochs_than_a_run_has_steps_are_refused() -> None:
+    made = config({})
+    asked = made.model_copy(update={"train": made.train.model_copy(update={"epochs": 1e12})})
+    with pytest.raises(ConfigError, match=r"train.epochs: found 1e\+12, which is \d+ steps"):
+        with_steps(asked, [range(12)])
 
 
 def test_steps_and_epochs_together_are_refused() -> None:

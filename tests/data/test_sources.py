@@ -26,7 +26,7 @@ def test_a_row_without_a_prompt_counts_blank_lines_before_it(tmp_path: Path) -> 
 
 
 def test_a_file_that_is_not_utf_8_is_a_source_error(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"cannot be read: 'utf-8'"):
+    with pytest.raises(SourceError, match=r"is UTF-16, not UTF-8"):
         read(tmp_path / "a.jsonl", b"\xff\xfe")
 
 

@@ -337,7 +337,7 @@ class Living:
         fakes: list[AbstractContextManager[Any]] = [
             patch.object(runs, "launch", self._launch),
             patch.object(runs, "Text", SimpleNamespace(of=lambda config: text)),
-            patch.object(runs, "uvloop", SimpleNamespace(run=self._drive)),
+            patch.object(runs, "run_to_end", self._drive),
             patch.object(runs, "SignalHandler", self._signals),
             patch.object(runs, "LiveFile", nothing),
             patch.object(runs, "add_origin", lambda *_: None),
@@ -376,7 +376,7 @@ class Living:
 
     def _signals(self, work: asyncio.Task[Any], *_: Any) -> Any:
         self.work = work
-        return SimpleNamespace(over=lambda: None)
+        return SimpleNamespace(over=lambda: None, work_ended=lambda: work)
 
     def _prompts(self, job: Any, text: object, readers: object) -> FakePrompts:
         prompts = from_cursor(self.life.shape.faults, job, text, readers)
@@ -410,7 +410,7 @@ class Living:
 
     # ── the event loop ─────────────────────────────────────────────────────────────────────────
 
-    def _drive(self, main: Coroutine[Any, Any, int]) -> int:
+    def _drive(self, main: Coroutine[Any, Any, int], new_loop: object) -> int:
         loop = _Loop(self._turn)
         asyncio.set_event_loop(loop)
         self.main = loop.create_task(main)

@@ -136,7 +136,8 @@ def test_a_server_that_is_not_there_is_refused() -> None:
     teacher = {"kind": "endpoint", "urls": ["http://127.0.0.1:9"], "served_model": "sorter"}
     config = load_config(EXAMPLE, [f"teachers.sort={json.dumps(teacher)}"])
     (problem,) = check_endpoints(config, "c.yaml")
-    assert "127.0.0.1:9/health cannot be reached" in problem.message
+    assert "127.0.0.1:9/health cannot be reached: Cannot connect" in problem.message
+    assert "ssl" not in problem.message
 
 
 # ── servers of a VLM teacher ───────────────────────────────────────────────────────────────────

@@ -144,3 +144,12 @@ def test_a_mirror_with_another_run_is_refused(
     copies.upload(END, {"summary.json": tmp_path / "summary.json"}, lambda files: None)
     assert dry_run(f"checkpoint.mirror=file://{tmp_path}/mirror") == 2
     assert "mirror holds an earlier run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run", "--dry-run"], ["run"], ["check"]])
+@pytest.mark.parametrize("run_dir", ["/dev/null/x", "/proc/foo"])
+def test_a_run_directory_that_cannot_be_made_is_refused_by_all_commands(
+    command: list[str], run_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command[0], EXAMPLE, FEW, *command[1:], "--run-dir", run_dir]) == 2
+    assert f"run_dir: {run_dir} cannot be written" in capsys.readouterr().err

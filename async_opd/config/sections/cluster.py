@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Count, Section
 
 
 class QueueConfig(Section):
     """The message queue between the stages. Producers wait while it is full."""
 
-    max_samples: PositiveInt = 4096
+    max_samples: Count = 4096
     """Maximum of samples in a topic, leased ones included."""
-    max_mib: PositiveInt = 4096
+    max_mib: Count = 4096
     """Maximum size of a topic in MiB, leased samples included."""
-    max_image_mib: PositiveInt = 4096
+    max_image_mib: Count = 4096
     """Maximum size in MiB of the images of all prompts in flight, which the queue holds beside its
     topics, each image once. Prompts with new images wait for room, but for those that two batches
     need."""
@@ -33,8 +33,8 @@ class ClusterConfig(Section):
     """An existing Ray cluster to join: ``auto``, or ``host:port`` of its head. By default the one
     that RAY_ADDRESS names, which ``ray job submit`` sets; without it a local one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of all pools; ``auto``: GPUs if there are any. A run asks a cluster that it joins, and
-    takes one with ``wait_s`` for a cluster with GPUs."""
+    """Device of all pools; ``auto``: GPUs if there are any; ``gpu`` means ``cuda``. A run asks a
+    cluster that it joins, and takes one with ``wait_s`` for a cluster with GPUs."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a GPU in GiB, which ``check`` and ``plan`` compare pools with (docs/memory.md). By
     default what nvidia-smi says on this machine, without what the driver reserves; a check of other
@@ -65,6 +65,11 @@ class ClusterConfig(Section):
             return None
         low, high = map(int, self.ports.split("-"))
         return range(low, high + 1)
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _gpu_is_cuda(cls, value: Any) -> Any:
+        return "cuda" if str(value).lower() in ("gpu", "gpus") else value
 
     @field_validator("address")
     @classmethod

@@ -10,11 +10,11 @@ from operator import or_
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_opd.config.paths import HUB, hub_source_of
 from async_opd.config.registry import SOURCES
-from async_opd.config.sections.section import Name, Section
+from async_opd.config.sections.section import Count, Name, Section
 from async_opd.core.errors import SourceError
 from async_opd.core.row import AnswerIn, Row
 
@@ -25,15 +25,15 @@ class PromptSource(Section):
     kind: str
     weight: float = Field(default=1.0, gt=0)
     """Share of this source in the stream, relative to the other sources' weights."""
-    from_step: PositiveInt = 1
+    from_step: Count = 1
     """First step that has prompts of this source; only in ``data.train``."""
-    until_step: PositiveInt | None = None
+    until_step: Count | None = None
     """Last step that has prompts of this source; by default the last of all."""
     stream: bool = False
     """Reads rows only when they are needed: the first ``window`` rows are checked before the run,
     and rows are shuffled within a window. Otherwise all rows are read and checked first, and copied
     to a temporary file."""
-    window: PositiveInt = 2048
+    window: Count = 2048
     """Rows of a streamed source that are in memory, and shuffled with each other."""
 
     @model_validator(mode="after")
@@ -97,12 +97,12 @@ class DataConfig(Section):
     image_placeholder: str = "<image>"
     """Text in whose place an image stands, in prompts of rows that have that field; parts of type
     ``image`` in messages are places too. Empty: images come before the first user message."""
-    max_image_pixels: PositiveInt = 1 << 25
+    max_image_pixels: Count = 1 << 25
     """Most pixels of an image (width x height); a row with a larger one is refused."""
-    max_images: PositiveInt = 8
+    max_images: Count = 8
     """Most images of a row; one with more is refused. Engines of vision models take as many in a
     prompt."""
-    image_cache_mib: PositiveInt = 256
+    image_cache_mib: Count = 256
     """Maximum size in MiB of the encoded images that each replica and each rank of the trainer
     keeps after it has fetched them from the queue; the least recently used go first."""
     route_by: Name = "data_source"
@@ -116,7 +116,7 @@ class DataConfig(Section):
     """Special tokens that a prompt spells (``<|im_end|>``): ``text`` reads them as any other text,
     so that a row cannot forge the roles of a chat; ``parse`` reads them as tokens, for data whose
     chat template is applied already."""
-    max_prompt_tokens: PositiveInt | None = None
+    max_prompt_tokens: Count | None = None
     """Most tokens of a prompt; by default the positions that the model has left beside the longest
     response."""
     overlong: Literal["refuse", "filter", "truncate_left"] = "refuse"
@@ -149,7 +149,7 @@ class ColdStartConfig(Section):
     what it samples, and cannot teach what it never samples. See docs/objectives.md.
     """
 
-    steps: PositiveInt
+    steps: Count
     """Optimizer steps, each on ``train.batch_size`` answers, with the cross entropy of their
     tokens: a mean over the tokens of the batch."""
     answers: Literal["given", "teacher"] = "given"
@@ -157,7 +157,7 @@ class ColdStartConfig(Section):
     Answers beyond ``rollout.max_tokens`` are cut off."""
     data: list[Source] = Field(default=[])
     """Sources of the rows, as in ``data.train``; by default those of ``data.train``."""
-    lr: float | None = Field(default=None, gt=0)
+    lr: float | None = Field(default=None, gt=0, le=1)
     """Learning rate; by default ``train.lr``."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0; then it is constant."""

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Count, Section
 
 
 class EngineConfig(Section):
@@ -20,21 +20,21 @@ class EngineConfig(Section):
     """Precision of the logits on a GPU: bfloat16 has steps of 0.125 at logits of 16 to 32, which
     are errors of log-probabilities up to 0.06 nats. A quantized head needs ``model``: the dtype of
     the model."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Count | None = None
     """Longest prompt plus response in tokens. By default what the run needs, if
     ``data.max_prompt_tokens`` is set: that, the longest response, and one token; the model's own
     limit without it, for LongRoPE and dynamic NTK, and for a teacher whose prompts or images differ
     from the student's. An engine starts only if its KV cache holds one such sequence."""
-    max_num_seqs: PositiveInt | Literal["auto"] = "auto"
+    max_num_seqs: Count | Literal["auto"] = "auto"
     """Requests that an engine runs at the same time; further ones wait outside of it. ``auto``: 64
     on a CPU, 256 on GPUs. A call to a teacher has as many rollouts, but at most 64."""
-    max_num_batched_tokens: PositiveInt | Literal["auto"] = "auto"
+    max_num_batched_tokens: Count | Literal["auto"] = "auto"
     """Tokens per engine step, which the memory of activations grows with. ``auto``: 2048 on a CPU,
     8192 on GPUs, and at least ``max_num_seqs``."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Share of a GPU's memory that the engine may take. ``auto``: what CUDA and all others on the
     same GPU leave, at most 0.9 (docs/engines.md)."""
-    cpu_kv_cache_mib: PositiveInt = 64
+    cpu_kv_cache_mib: Count = 64
     """KV cache of an engine on CPU, in MiB."""
     extra: dict[str, Any] = Field(default={})
     """Further arguments of ``vllm.AsyncEngineArgs``, passed on unchanged. The model, the format of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from async_opd.config.sections.section import Name, Section
+from async_opd.config.sections.section import Count, Name, Section
 
 FILES = 64
 """Bound of all files with answers of evaluations, as a multiple of ``samples_mib``."""
@@ -19,16 +19,16 @@ class EvalConfig(Section):
     """Weight versions between two evaluations; 0: only before and after."""
     before: bool = True
     """Also measures the student before training."""
-    max_prompts: PositiveInt | None = None
+    max_prompts: Count | None = None
     """Number of prompts of each data source, from the first on; by default all."""
-    n: PositiveInt = 1
+    n: Count = 1
     """Answers to each prompt, from which ``mean@n``, ``pass@k`` and ``maj@n`` are computed. Several
     need a ``temperature`` above 0."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampling."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
     """Longest response; by default ``rollout.max_tokens``."""
     grader: str = "exact"
     """``exact``; ``math_verify``; ``gsm8k`` (the number after ``####``, in the box, or the last
@@ -71,7 +71,7 @@ class GradingConfig(Section):
     timeout_s: float = Field(default=60, gt=0)
     """Timeout of grading one response. Its grader's process is ended then, and the response is a
     dead letter; an evaluation counts it, and excludes it from the mean."""
-    processes: PositiveInt = 4
+    processes: Count = 4
     """Maximum of grader processes, and of responses graded at the same time, in each student
     replica (for a reward) and in the driver (for evaluation). They start when they are needed."""
     memory_gb: float = Field(default=16, gt=0)

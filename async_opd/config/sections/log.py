@@ -39,7 +39,8 @@ class LogConfig(Section):
     format: Literal["text", "json"] = "text"
     """Lines of ``run.log``: text, or JSON objects with time, level, stage, replica and text."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    """``auto``: online if you are logged in, else offline."""
+    """``auto``: online if you are logged in, else offline; ``online`` is refused without a
+    login."""
     project: Name = "async_opd"
     """wandb project; the project or experiment of the other loggers."""
     loggers: tuple[Name, ...] = ()

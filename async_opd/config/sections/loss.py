@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from async_opd.config.sections.section import Name, Section
+from async_opd.config.sections.section import Count, Name, Section
 
 Reduction = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
@@ -53,7 +53,7 @@ class DivergenceConfig(ObjectiveConfig):
     support: Support = "teacher_topk"
     """Outcomes that the divergence sums over: the teacher's ``top_k`` best tokens, the student's
     (chosen when it sampled), or the whole vocabulary (exact, by the teacher's hidden states)."""
-    top_k: PositiveInt = 64
+    top_k: Count = 64
     """Tokens of a top-k support at each position."""
     tail: Literal["bucket", "ignore", "renormalize"] = "bucket"
     """The mass outside of a top-k support: ``bucket`` makes it one more outcome (a true divergence

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from async_opd.config.paths import is_url
-from async_opd.config.sections.section import Name, Section
+from async_opd.config.sections.section import Count, Name, Section
 
 
 class CheckpointConfig(Section):
@@ -19,7 +19,7 @@ class CheckpointConfig(Section):
     every: int = Field(default=10, ge=0)
     """Weight versions between two checkpoints; 0: only when a run ends or is interrupted. Training
     goes on while a checkpoint is written; one that is due before it is written is skipped."""
-    keep: PositiveInt = 2
+    keep: Count = 2
     """Number of the newest checkpoints that are kept; a run that may roll back keeps two more."""
     keep_best: Name | None = Field(default=None, pattern=r"^eval/.+/accuracy$")
     """Accuracy by which the best checkpoint is kept too: ``eval/gsm8k/accuracy``, or
@@ -60,7 +60,7 @@ class GuardrailConfig(Section):
     """An exceeded limit gives a message (``warn``), ends the run with exit code 1 (``stop``), or
     takes the run back to the newest checkpoint from at least ``window`` steps before, or the
     oldest that is left (``roll_back``)."""
-    max_roll_backs: PositiveInt = 2
+    max_roll_backs: Count = 2
     """Maximum of rollbacks of a run; the next exceeded limit ends it with exit code 1."""
     roll_back_lr: float = Field(default=0.5, gt=0, le=1)
     """Factor of the learning rate at each rollback, which lasts until the run ends: with the same
@@ -71,7 +71,7 @@ class GuardrailConfig(Section):
     """Limit of the mean response length, as a multiple of that of the first ``window`` steps."""
     max_repetition: float = Field(default=0.5, gt=0, le=1)
     """Limit of the mean share of a response's 8-grams that occurred in it before."""
-    window: PositiveInt = 10
+    window: Count = 10
     """Steps over which the values are smoothed (exponential mean), and steps at the start that
     define the baseline of the length."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from async_opd.config.sections.engine import EngineConfig
-from async_opd.config.sections.section import ModelSection, Rendering, Section
+from async_opd.config.sections.section import Count, ModelSection, Rendering, Section
 
 
 class StudentConfig(ModelSection, Rendering):
@@ -17,13 +17,13 @@ class StudentConfig(ModelSection, Rendering):
 class RolloutConfig(Section):
     """Sampling of the student's responses."""
 
-    replicas: int = Field(default=1, ge=1)
+    replicas: Count = 1
     """Independent engines of the student."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Count = 1
     """GPUs of each engine."""
-    n: PositiveInt = 4
+    n: Count = 4
     """Rollouts of each prompt (its group)."""
-    max_tokens: PositiveInt = 1024
+    max_tokens: Count = 1024
     """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature; rollouts' log-probabilities are those of the tempered distribution."""
@@ -36,7 +36,7 @@ class RolloutConfig(Section):
     reproducible: bool = False
     """Samples every rollout with its own seed, from ``seed`` and its uid, so that it does not
     depend on other requests. Sampling is slower; docs/reliability.md has the further conditions."""
-    concurrency: PositiveInt | Literal["auto"] = "auto"
+    concurrency: Count | Literal["auto"] = "auto"
     """Rollouts in flight on each replica. ``auto`` follows the load of its engine (waiting
     requests, preemptions, KV cache). In both cases at most a sixteenth (and at least one) more
     than ``engine.max_num_seqs``."""

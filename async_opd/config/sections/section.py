@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from annotated_types import Gt, Lt
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,6 +27,9 @@ def _printable(name: str, info: ValidationInfo) -> str:
 
 Name = Annotated[str, AfterValidator(_printable)]
 """A text that is shown, or is a key of metrics."""
+
+Count = Annotated[int, Gt(0), Lt(1 << 31)]
+"""A number of steps, samples, tokens, processes or MiB."""
 
 
 class Section(BaseModel):

@@ -8,10 +8,10 @@ from string import Formatter
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from async_opd.config.sections.engine import EngineConfig
-from async_opd.config.sections.section import ModelSection, Name, Rendering, Section
+from async_opd.config.sections.section import Count, ModelSection, Name, Rendering, Section
 
 CALL_SAMPLES = 64
 """Most rollouts in one call to a replica of a teacher: with larger calls one replica would have all
@@ -48,7 +48,7 @@ class CallHealth(Section):
 class HealthConfig(CallHealth):
     """Bounds after which a teacher's replica counts as broken."""
 
-    probes: PositiveInt = 5
+    probes: Count = 5
     """Probes of a replica that failed, at the times of ``supervision.delay_s``: it must score a
     rollout that was scored before. After the last one it is rebuilt; a dead replica at once."""
 
@@ -131,9 +131,9 @@ class Teacher(Rendering):
 class EngineTeacher(Teacher):
     """A teacher in the run's own vLLM engines."""
 
-    replicas: int = Field(default=1, ge=1)
+    replicas: Count = 1
     """Independent engines of this teacher."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Count = 1
     """GPUs of each engine."""
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
@@ -204,7 +204,7 @@ class EndpointTeacher(Teacher):
     joined cluster from that of its node."""
     allow_http_key: bool = False
     """Allows sending the key to ``http://`` servers of other machines, unencrypted."""
-    concurrency: PositiveInt = 32
+    concurrency: Count = 32
     """Requests in flight at each server."""
     health: EndpointHealth = EndpointHealth()
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import (
     Field,
     PlainSerializer,
-    PositiveInt,
     WrapValidator,
     field_validator,
     model_validator,
 )
 
 from async_opd.config.registry import TRANSPORTS
-from async_opd.config.sections.section import Section
+from async_opd.config.sections.section import Count, Section
 from async_opd.config.user_code import TRANSPORTS as GROUP
 from async_opd.config.user_code import names_user_code
 
@@ -56,7 +55,7 @@ class LoraConfig(Section):
     the precision of ``train.dtype``, without float32 masters, gradients and moments.
     """
 
-    rank: PositiveInt = 32
+    rank: Count = 32
     """Rows of A and columns of B."""
     alpha: float = Field(default=64, gt=0)
     """Scale of the adapters: s is ``alpha / rank``."""
@@ -104,14 +103,14 @@ ExportDtype = Literal["auto", "float32", "bfloat16"]
 class TrainConfig(Section):
     """The optimizer, and the distribution of batches over the hardware."""
 
-    steps: PositiveInt = 200
+    steps: Count = 200
     """Optimizer steps."""
     epochs: float | None = Field(default=None, gt=0)
     """In place of ``steps``: how often the rows of ``data.train`` are taken, on average over all of
     its sources. The run's config has the steps that this gives."""
-    batch_size: PositiveInt = 128
+    batch_size: Count = 128
     """Samples of one step."""
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, le=1)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "cosine"
     """The learning rate after the warm-up: ``lr``, or a cosine from it to ``min_lr_ratio``."""
@@ -137,9 +136,9 @@ class TrainConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step with a loss or gradient that is not finite ends the run with exit code 1 (``stop``),
     or changes no weight, and its samples are dead letters (``skip``)."""
-    max_skipped: PositiveInt = 3
+    max_skipped: Count = 3
     """Maximum of consecutive skipped steps; one more ends the run."""
-    tokens_per_micro_batch: PositiveInt = 16384
+    tokens_per_micro_batch: Count = 16384
     """Maximum of prompt plus response tokens in one forward pass; samples are packed without
     padding. ``context_parallel`` ranks share them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -161,7 +160,7 @@ class TrainConfig(Section):
     on GPUs the least whose planned memory fits 0.85 of one (``async_opd check`` shows which), and
     ``full`` where their memory is not known, if transformers can recompute the student's layers
     (run.log says where it cannot): 16,384 tokens of a 4B student leave more than 46 GB."""
-    ranks: PositiveInt = 1
+    ranks: Count = 1
     """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
     sharded over them (FSDP2)."""
     compile: bool = False
@@ -172,13 +171,13 @@ class TrainConfig(Section):
     """When several ranks sum their gradients: once a step, for which each has the full gradients in
     float32 meanwhile, or after each micro-batch, which moves them as often. ``auto``: once a step
     where they take at most an eighth of the memory of every rank."""
-    context_parallel: PositiveInt = 1
+    context_parallel: Count = 1
     """Ranks that share every row, for responses whose activations do not fit into one: each
     computes its part of the tokens, and attention exchanges heads (docs/objectives.md)."""
-    replicate: PositiveInt = 1
+    replicate: Count = 1
     """Copies of the shards (HSDP): parameters are gathered within ``ranks / replicate`` ranks,
     those of one node, and only gradients are summed over all."""
-    threads: PositiveInt | Literal["auto"] = "auto"
+    threads: Count | Literal["auto"] = "auto"
     """CPU threads of each rank. ``auto`` on a CPU: the cores beside the engines, divided by the
     ranks, but at least two cores, and one thread for a student below 10 million parameters; on
     GPUs 1, or with ``offload: parameters`` all cores, divided by the ranks."""
@@ -256,7 +255,7 @@ class AsyncConfig(Section):
     staleness_threshold: float = Field(default=0.5, ge=0)
     """s: share of a weight version's samples that may start before the engines have its weights. 0
     with ``sync_steps`` 1 is exactly on-policy."""
-    sync_steps: PositiveInt = 4
+    sync_steps: Count = 4
     """K: optimizer steps between two weight syncs."""
     on_sync: Literal["keep", "recompute", "finish"] = "keep"
     """Rollouts in flight at a sync are frozen and continued on their KV cache (``keep``), continued
@@ -276,7 +275,7 @@ class SyncConfig(Section):
     trainer's GPUs it is shared_memory, and in a cluster that is joined gloo. Also a module of a
     package of yours (``package.module:``), or an entry point of the group
     ``async_opd.transports``."""
-    chunk_mib: PositiveInt = 256
+    chunk_mib: Count = 256
     """Size of the messages that weights are packed into, in MiB."""
     rolling: bool = False
     """Updates the rollout replicas one after the other, so that generation never stops altogether;

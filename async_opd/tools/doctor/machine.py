@@ -6,22 +6,20 @@ Each function yields the findings of one topic.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from secrets import token_hex
 
 from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
 from async_opd.checks.nodes import NodeReport, Probe, node_problems, report
 from async_opd.checks.resources import pools
+from async_opd.checks.run_dir import ANOTHER, MAKE_ROOM, run_dir_of, space_of, unwritable
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.files.remote import RemoteFile
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelError
-from async_opd.models.model_size import ModelSize
 from async_opd.processes.listening import listening_socket
 from async_opd.tools.doctor.finding import Finding
 
@@ -111,11 +109,6 @@ def _shared_folders(config: RunConfig) -> Iterator[Finding]:
     )
 
 
-CHECKPOINT_BYTES, MODEL_BYTES = 12, 4
-"""At most, for each parameter: float32 weights and both moments; float32 weights."""
-MAKE_ROOM = "make room, choose another run_dir, or lower checkpoint.keep"
-
-
 def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
     """Findings about the run directory and ``checkpoint.mirror``.
 
@@ -123,25 +116,21 @@ def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
     """
     if config.checkpoint.mirror is not None:
         yield _mirror(config.checkpoint.mirror)
-    run_dir = Path(config.run_dir or "runs").absolute()
-    there = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        message = f"{run_dir} cannot be written: {there} is not a folder that you may write to"
-        yield Finding("disk", "error", message, "choose another run_dir")
+    run_dir = run_dir_of(config)
+    if fault := unwritable(run_dir):
+        yield Finding("disk", "error", fault, ANOTHER)
         return
-    free = shutil.disk_usage(there).free if free is None else free
-    try:
-        needed, terms = _needed(config)
-    except (ModelError, OSError) as error:
-        message = f"{run_dir} has {in_gib(free)}; the run's need is not known: {error}"
+    space = space_of(config, free)
+    has = f"{run_dir} has {in_gib(space.free)}"
+    if space.needed is None:
+        message = f"{has}; the run's need is not known: {space.why}"
         yield Finding("disk", "warning", message, MAKE_ROOM)
         return
-    found = f"{run_dir} has {in_gib(free)}, the run keeps at most {in_gib(needed)} ({terms})"
-    yield (
-        Finding("disk", "ok", found)
-        if needed <= free
-        else Finding("disk", "error", found, MAKE_ROOM)
-    )
+    found = f"{has}, the run keeps at most {in_gib(space.most)} ({space.terms})"
+    if space.most <= space.free:
+        yield Finding("disk", "ok", found)
+    else:
+        yield Finding("disk", "error" if space.needed > space.free else "warning", found, MAKE_ROOM)
 
 
 def _mirror(url: str) -> Finding:
@@ -161,43 +150,21 @@ def _mirror(url: str) -> Finding:
     return Finding("disk", "ok", f"{url} (checkpoint.mirror) can be written; it has {has}")
 
 
-def _needed(config: RunConfig) -> tuple[int, str]:
-    """Bytes of a run's large files, with the terms. ModelError for a student of the hub."""
-    if not os.path.isdir(config.student.model):
-        raise ModelError("the student's files are not on this machine", "download it first")
-    parameters = ModelSize.of_weights(config.student.model).floats
-    settings, log = config.checkpoint, config.log
-    kept = settings.keep + 1 + (settings.keep_best is not None)
-    kept += 2 * (config.guardrail.mode == "roll_back")
-    models = 1 + (settings.keep_best is not None)
-    terms = {
-        f"{kept} checkpoints, one of them being written": kept * CHECKPOINT_BYTES * parameters,
-        "the trained model": models * MODEL_BYTES * parameters,
-        "log.replay": int(log.replay * log.replay_gib * 2**30),
-        "log.microscope": int((log.microscope.share > 0) * log.microscope.max_mib * 2**20),
-    }
-    listed = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in terms.items() if nbytes)
-    return sum(terms.values()), listed
-
-
-LOGIN = "wandb login, or export WANDB_API_KEY; wandb sync sends an offline run later"
-
-
 def wandb_login(config: RunConfig, mode: Callable[[], str] | None = None) -> Iterator[Finding]:
     """A line for ``log.wandb``. ``mode``: of wandb's own settings; it asks no server."""
     wanted = config.log.wandb
     if wanted in ("off", "offline"):
         yield Finding("wandb", "ok", f"log.wandb is {wanted}")
         return
-    from async_opd.observability.wandb_sink import own_mode
+    from async_opd.observability.wandb_sink import LOGIN, has_login, own_mode
 
-    found = (mode or own_mode)()
+    asked = (lambda: "online" if has_login() else "offline") if wanted == "online" else own_mode
+    found = (mode or asked)()
     if found == "online":
-        yield Finding(
-            "wandb", "ok", f"a login was found: the run logs to project {config.log.project}"
-        )
+        message = f"a login was found: the run logs to project {config.log.project}"
+        yield Finding("wandb", "ok", message)
     elif wanted == "online":
-        message = f"log.wandb is online, but wandb's own settings give {found}: no login was found"
-        yield Finding("wandb", "warning", message, LOGIN)
+        message = "log.wandb is online, but there is no login of wandb here"
+        yield Finding("wandb", "error", message, LOGIN)
     else:
         yield Finding("wandb", "warning", f"the run would be {found}: no login was found", LOGIN)

@@ -85,10 +85,12 @@ def _yaml(name: str, value: Any) -> list[str]:
 
 
 def _with_comment(lines: list[str], comment: str, indent: str) -> list[str]:
-    """The lines, with the comment behind the first where there is room, else above."""
+    """The lines, with the comment behind the first where there is room, else in lines above."""
     first, *rest = [indent + line for line in lines]
     behind = f"{first}  # {comment}" if comment else first
     if len(behind) <= WIDTH:
         return [behind, *rest]
-    above = textwrap.shorten(comment, WIDTH - len(indent) - 2, placeholder=" …")
-    return [f"{indent}# {above}", first, *rest]
+    above = textwrap.wrap(
+        comment, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+    )
+    return [*above, first, *rest]

@@ -151,11 +151,13 @@ def test_taken_ports_are_counted() -> None:
     [
         ("auto", "online", "ok"),
         ("auto", "offline", "warning"),
-        ("online", "offline", "warning"),
+        ("online", "offline", "error"),
         ("offline", "online", "ok"),
         ("off", "online", "ok"),
     ],
 )
-def test_a_run_that_would_not_reach_wandb_is_a_warning(wanted: str, own: str, status: str) -> None:
+def test_a_run_that_would_not_reach_wandb_is_a_warning_or_an_error(
+    wanted: str, own: str, status: str
+) -> None:
     (line,) = wandb_login(config(f"log.wandb={wanted}"), lambda: own)
-    assert (line.status, bool(line.remedy)) == (status, status == "warning")
+    assert (line.status, bool(line.remedy)) == (status, status != "ok")

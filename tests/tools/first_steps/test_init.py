@@ -179,6 +179,7 @@ def test_comments_are_the_docstrings_of_the_keys(tmp_path: Path) -> None:
     assert "  # n: 4  # Rollouts of each prompt (its group)\n" in text
     assert "async:  # Bounds of staleness" in text
     assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
     assert len(text.splitlines()) <= 45
 
 
