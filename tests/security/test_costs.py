@@ -18,7 +18,7 @@ from async_opd.core.errors import ConfigError
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.kept_steps import KEPT, kept_name
 from async_opd.files.lines import MetricsRow
-from async_opd.tools.importing import hydra
+from async_opd.tools.importing import shell
 from async_opd.tools.importing.budget import Budget
 from async_opd.tools.plan.inputs import setting_of
 from async_opd.tools.plan.sim.simulation import predict
@@ -71,9 +71,9 @@ def test_the_error_of_a_line_is_that_of_its_sources_mean() -> None:
 
 
 def test_the_many_values_of_a_flag_are_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hydra, "value_of", lambda text: text)
+    monkeypatch.setattr(shell, "value_of", lambda text: text)
     with bounded():
-        found = hydra.flags(["--x", *["a"] * MANY], Budget())
+        found = shell.flags(["--x", *["a"] * MANY], Budget())
     assert len(found["x"]) == MANY
 
 

@@ -59,6 +59,10 @@ LARGE = {
     "dots.yaml": "k: ${" + "." * 1_000_000,
     "relative.yaml": "? " + "a." * 250_000 + "a\n: " + "${.x}" * 90_000,
     "tables.toml": "".join(f'[[orchestrator.env]]\nid="e{n}"\n' for n in range(12_000)),
+    "models.py": "a0='m'\n"
+    + "".join(f"a{n + 1}=a{n}\na{n + 1}=a{n}\n" for n in range(60))
+    + "GKDTrainer(a60, a60)",
+    "conditions.sh": "if x; then\n" + "a=1\n" * 100_000 + "fi\nrun x.y=$a",
     "names.py": "a0=1\n"
     + "".join(f"a{n + 1}=a{n}\n" for n in MANY_NAMES)
     + f"GKDConfig({', '.join(f'x{n}=a{len(MANY_NAMES)}' for n in MANY_NAMES)})",

@@ -189,7 +189,7 @@ def test_what_import_read_is_named_and_its_names_stay_in_the_comment(tmp_path: P
     private.write_text("policy: {model_name: mine}")
     child = tmp_path / f"a{TITLE}\u2028name: evil.yaml"
     child.write_text(yaml.safe_dump({"defaults": str(private), "loss_fn": {"kl_type": "forward"}}))
-    text = imported(child, "nemo-rl")
+    _, text = imported(child, "nemo-rl")
     head = text[: text.index("name:")] if text.startswith("name:") else text.partition("\n#\n")[0]
     assert commands(text) == []
     assert str(tmp_path / "private") in head.replace("\n# ", "")

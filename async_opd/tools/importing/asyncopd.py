@@ -6,10 +6,10 @@ Facts: ``docs/configuration.md``, ``docs/training-modes.md``, ``opd/utils/config
 
 from __future__ import annotations
 
-from async_opd.tools.importing.common import batches, epochs, evaluation_every, joined_files, log_to
+from async_opd.tools.importing.common import batches, evaluation_every, joined_files, length, log_to
 from async_opd.tools.importing.draft import Draft
-from async_opd.tools.importing.tables.asyncopd import OPD
 
+OPD = "algorithm.opd"
 MODES = {
     "forward_kl": ("forward_kl", "teacher_topk"),
     "reverse_kl": ("reverse_kl", "teacher_topk"),
@@ -21,10 +21,12 @@ MODES = {
 
 
 def together(draft: Draft) -> None:
-    """Sets what several keys say together."""
+    """Sets what several keys give together."""
     mode = draft.take("algorithm.mode", default="opd")
     if mode != "opd":
-        draft.differs.append(f"algorithm.mode is {mode}: only opd is distillation with a teacher")
+        draft.another.append(
+            f"no distillation: algorithm.mode is {mode}, and only opd has a teacher"
+        )
     _loss(draft)
     _sizes(draft)
     joined_files(draft)
@@ -41,29 +43,28 @@ def together(draft: Draft) -> None:
     draft.put("eval.n", answers)
     draft.put("eval.temperature", temperature if answers > 1 else None)
     draft.put("eval.before", draft.take("eval.before_train", default=True))
-    every = draft.number("eval.freq", default=-1)
     # a step there makes one weight version, however many updates it has
-    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), 1)
+    evaluation_every(draft, ("eval.freq",), ("trainer.save_freq",), 1)
     log_to(draft, ["wandb"] if draft.has("logging.wandb.project") else ["console"])
     thinking = draft.take("data.enable_thinking")
     if thinking is not None:
         draft.ours["student.chat_template_kwargs"] = {"enable_thinking": bool(thinking)}
     if draft.take("data.solution_key"):
-        draft.fill_in.append("teachers.teacher.prompt_template, if the teacher reads the solution")
+        draft.fill_in["teachers.teacher.prompt_template"] = "if the teacher reads the solution"
 
 
 def _loss(draft: Draft) -> None:
     mode = str(draft.take(f"{OPD}.kl_loss_mode", default="forward_kl"))
     hidden = draft.take(f"{OPD}.teacher_artifact_mode", default="legacy") == "hidden_recompute"
-    given = draft.take("teacher.vllm.n_logprobs")
-    own = draft.take(f"{OPD}.rollout_student_topk_k", default=64)
     samples = draft.take(f"{OPD}.pg_kl_n_total_samples", default=16)
     if mode in MODES:
         kind, support = MODES[mode]
         support = "full_vocab" if hidden else support
         draft.ours.update({"loss.kind": kind, "loss.support": support})
         if support != "full_vocab":
-            draft.ours["loss.top_k"] = own if support == "student_topk" else given or 10
+            own = support == "student_topk"
+            place = f"{OPD}.rollout_student_topk_k" if own else "teacher.vllm.n_logprobs"
+            draft.ours["loss.top_k"] = draft.take(place) or (64 if own else 10)
             draft.ours["loss.tail"] = "ignore"
         elif not hidden:
             draft.differs.append(
@@ -74,7 +75,7 @@ def _loss(draft: Draft) -> None:
         draft.ours["loss.kind"] = "k1"
         _importance(draft)
     else:
-        draft.unmapped[f"{OPD}.kl_loss_mode"] = f"there is no objective {mode!r} here"
+        draft.unreadable[f"{OPD}.kl_loss_mode"] = f"there is no objective {mode!r} here"
     if draft.number(f"{OPD}.kl_token_clip"):
         draft.differs.append(
             f"{OPD}.kl_token_clip removes the gradient of every summand beyond it there; not here"
@@ -93,28 +94,32 @@ def _sizes(draft: Draft) -> None:
     whole = draft.whole("trainer.batch_size", default=256)
     mini = draft.count("trainer.mini_batch_size", default=whole)
     sync = max(whole // mini, 1)
-    ahead = draft.number("pipeline.n_step_off.step_off", default=2)
     kind = draft.take("pipeline.scheduling_mode", default="n_step_off")
-    threshold = draft.number("pipeline.fully_async.staleness_threshold", default=8)
-    evict = draft.take("pipeline.fully_async.evict_stale")
+    ahead = 0.0
     if kind == "fully_async":
-        ahead = threshold
-        draft.put("async.max_version_lag", int(threshold) if evict else None)
+        ahead = draft.number("pipeline.fully_async.staleness_threshold", default=8)
+        evict = draft.take("pipeline.fully_async.evict_stale")
+        draft.put("async.max_version_lag", int(ahead) if evict else None)
+    elif kind != "fused_hybrid_sync":
+        ahead = draft.number("pipeline.n_step_off.step_off", default=2)
     if draft.take("pipeline.fully_async.pause_mode", default="keep") == "wait":
         draft.ours["async.on_sync"] = "finish"
     draft.ours["rollout.n"] = 1
-    batches(draft, mini, sync, 0 if kind == "fused_hybrid_sync" else ahead)
+    batches(draft, mini, sync, ahead)
     steps = draft.given("trainer.total_steps")
-    epochs(draft, steps and int(steps) * sync, draft.number("trainer.total_epochs", default=1))
+    length(draft, steps and int(steps) * sync, "trainer.total_epochs", default=1)
     if steps and sync > 1:
         draft.differs.append(
             f"trainer.total_steps: a step there has {sync} optimizer steps, which are steps here"
         )
     ratio = draft.number("trainer.optim.lr_warmup_steps_ratio")
     total = draft.ours.get("train.steps")
-    draft.ours["train.warmup_steps"] = round(ratio * total) if total else 0
+    draft.ours["train.warmup_steps"] = round(ratio * (total or 0))
+    if ratio and not total:
+        draft.fill("train.warmup_steps", f"it is {ratio:g} of the steps there")
     lowest = draft.number("trainer.optim.min_lr")
     rate = draft.number("trainer.optim.lr", default=1e-5)
+    draft.ours["train.lr"] = rate
     if draft.ours.get("train.schedule", "constant") == "cosine" and rate:
         draft.ours["train.min_lr_ratio"] = round(lowest / rate, 6)
 
@@ -124,6 +129,7 @@ def _pools(draft: Draft) -> None:
     draft.ours["teachers.teacher.tensor_parallel"] = parallel
     draft.ours["teachers.teacher.replicas"] = max(_gpus(draft, "teacher") // parallel, 1)
     engines = draft.count("rollout.vllm.tensor_parallel_size", default=1)
+    draft.put("rollout.tensor_parallel", engines)
     draft.ours["rollout.replicas"] = max(_gpus(draft, "rollout") // engines, 1)
     draft.ours["train.ranks"] = max(_gpus(draft, "trainer"), 1)
 

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_opd.config.keys import keys_below
 from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import on_one_line
 from async_opd.tools.importing.draft import Draft
 
+if TYPE_CHECKING:
+    from async_opd.core.errors import Problem
+
 IMPORT = """\
 Turns a run of another framework into a config: verl (.sh with Hydra overrides, .yaml), TRL (.py
 with a config class, .sh with flags, .yaml), prime-rl (.toml), AsyncOPD (.yaml), NeMo-RL (.yaml).
 Files are parsed, never executed. Comments name every key of the file: what it became here, why it
-means nothing here, or that it is not mapped.
+means nothing here, or that it is not mapped. A value that cannot be read is a placeholder under
+"Fill in": the exit code is 2 then, as for a run that is not on-policy distillation.
 
   async_opd import run_qwen3_8b_fsdp.sh > config.yaml
   async_opd import rl.toml --output config.yaml
 """
 NAMES = ("verl", "nemo-rl", "asyncopd", "prime-rl", "trl")
-OK, BAD_INPUT = 0, 2
-
-
+OK = 0
 WIDTH = 100
 MAX_LINES = 40
+FILL_IN = "write the run's value in place of the placeholder"
+ANOTHER = "compare docs/import.md: this command writes on-policy distillation with the same models"
 
 
 def written(draft: Draft, files: str, framework: str, notes: list[str]) -> str:
@@ -39,12 +44,13 @@ def written(draft: Draft, files: str, framework: str, notes: list[str]) -> str:
     parts = [
         _comment(on_one_line(head), ""),
         _yaml(tree_of(draft.ours)),
-        _section("Fill in", draft.fill_in),
+        _section("Another recipe", draft.another),
+        _section("Fill in", _reasons(draft.fill_in)),
         _section("Differs from the original", [*draft.differs, *notes]),
         _section("Not mapped", _reasons(draft.unmapped)),
         _section("Without a meaning here", _grouped(draft.meaningless)),
-        _section("Defaults there, written since they differ", _arrows(draft.defaults)),
-        _section("Mapped", _arrows(draft.mapped)),
+        _section("Defaults there", _arrows(draft.defaults, draft.ours)),
+        _section("Mapped", _arrows(draft.mapped, draft.ours)),
     ]
     return "".join(part for part in parts if part)
 
@@ -118,8 +124,13 @@ def _reasons(keys: Mapping[str, str]) -> list[str]:
     return [f"{key}: {why}" if why else key for key, why in keys.items()]
 
 
-def _arrows(keys: Mapping[str, str]) -> list[str]:
-    return [f"{theirs} → {ours}" for theirs, ours in keys.items()]
+def _arrows(keys: Mapping[str, Iterable[str]], ours: Mapping[str, Any]) -> list[str]:
+    """All their keys that give one of ours, and the value that stands in the config."""
+    theirs: dict[str, list[str]] = {}
+    for key, found in keys.items():
+        for one in found:
+            theirs.setdefault(one, []).append(key)
+    return [f"{', '.join(keys)} → {one}: {json.dumps(ours[one])}" for one, keys in theirs.items()]
 
 
 def _grouped(keys: Mapping[str, str]) -> list[str]:
@@ -142,7 +153,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    """Writes the config; exit code 2 if it does not pass the check of its keys yet."""
+    """Writes the config. ConfigError, which is exit code 2, if it waits for the user then."""
     from async_opd.core.errors import ConfigError, Problem
     from async_opd.files.safe_open import write_atomically
 
@@ -150,30 +161,49 @@ def _import(arguments: argparse.Namespace) -> int:
     if target is not None and target.exists() and not arguments.force:
         problem = Problem(str(target), "", "exists already", "add --force, or name another file")
         raise ConfigError([problem])
-    text = arguments.redacted(imported(Path(arguments.file), arguments.framework))
+    draft, text = imported(Path(arguments.file), arguments.framework)
+    text = arguments.redacted(text)
     if target is None:
         sys.stdout.write(text)
     else:
         write_atomically(target, text)
         print(on_one_line(f"wrote {target}; check it: async_opd check {target}"))
-    check_keys(text)
+    place = "the config that was written" if target is None else str(target)
+    if problems := problems_of(draft, text, place):
+        raise ConfigError(problems)
     return OK
 
 
-def imported(path: Path, name: str | None = None) -> str:
-    """The text of the config that the file becomes. ConfigError if the file cannot be read."""
-    from async_opd.tools.importing.common import finish
-    from async_opd.tools.importing.frameworks import framework_of, parse
+def imported(path: Path, name: str | None = None) -> tuple[Draft, str]:
+    """The draft that a file becomes, and its text as a config. ConfigError if it is refused."""
+    from async_opd.tools.importing.frameworks import drafted, framework_of, parse
 
-    parsed = parse(path)
+    parsed = parse(path, name)
     framework = framework_of(path, parsed.keys, name)
-    draft = Draft(parsed.keys)
-    draft.apply(framework.table)
-    framework.together(draft)
-    draft.finish(framework.table)
-    finish(draft)
+    draft = drafted(framework, parsed.keys)
+    for parent in parsed.missing:
+        draft.fill_in[parent] = "this parent of the file is not there, nor are its values: add it"
     files = ", ".join([path.name, *parsed.parents])
-    return written(draft, files, framework.name, parsed.notes)
+    return draft, written(draft, files, framework.name, parsed.notes)
+
+
+def problems_of(draft: Draft, text: str, place: str) -> list[Problem]:
+    """Everything that a file could not give, and problems of the config as it was written."""
+    from async_opd.core.errors import ConfigError, Problem
+
+    found = [Problem(place, "", one, ANOTHER) for one in draft.another]
+    found += [Problem(place, key, why, FILL_IN) for key, why in draft.fill_in.items()]
+    try:
+        check_keys(text)
+    except ConfigError as error:
+        waits = [f"{key}." for key in draft.fill_in]
+        found += [
+            problem
+            for problem in error.problems
+            if not any(f"{problem.key}.".startswith(key) or key.startswith(f"{problem.key}.")
+                       for key in waits)
+        ]  # fmt: skip
+    return found
 
 
 def check_keys(text: str) -> None:

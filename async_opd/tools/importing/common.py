@@ -1,32 +1,17 @@
-"""Entries that the tables of several frameworks share."""
+"""Steps that the functions of several frameworks have in common."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from async_opd.config.keys import default_of, keys_below
+from async_opd.config.keys import default_of
 from async_opd.config.paths import hub_source_of
 from async_opd.tools.importing.draft import Draft
-from async_opd.tools.importing.entries import ABSENT
-
-FILES = (".parquet", ".jsonl", ".json")
-PLACEHOLDER = "data/train.jsonl"
-"""The file that is named where the framework names no data that can be read here."""
+from async_opd.tools.importing.table import paths
 
 FROZEN = ["vision_tower", "projector"]
 """Other frameworks' vision tower: of Qwen's models their projector is a part of it."""
-
-
-def importable(key: str, value: Any) -> Any:
-    """The value, or nothing if this version has no such key."""
-    section, _, name = key.rpartition(".")
-    return value if name in keys_below(section) else ABSENT
-
-
-def paths(value: Any) -> list[str]:
-    """One path or several, as a list."""
-    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
 
 
 def batches(draft: Draft, batch: int, sync: int, threshold: float) -> None:
@@ -34,27 +19,28 @@ def batches(draft: Draft, batch: int, sync: int, threshold: float) -> None:
     draft.ours["train.batch_size"] = batch
     draft.ours["async.staleness_threshold"] = threshold
     draft.ours["async.sync_steps"] = sync
-    draft.put(
-        "queue.max_samples", batch if batch > (default_of("queue.max_samples") or 0) else ABSENT
-    )
+    if batch > (default_of("queue.max_samples") or 0):
+        draft.put("queue.max_samples", batch)
 
 
-def epochs(draft: Draft, steps: float | None, count: float | None) -> None:
-    """The length of the run: optimizer steps, or passes over the data."""
-    count = int(count) if count is not None and count.is_integer() else count
+def length(draft: Draft, steps: float | None, *epochs: str, default: float | None = None) -> None:
+    """The length of the run: optimizer steps, else passes over the data by the keys ``epochs``."""
     if steps is not None and int(steps) > 0:
         draft.ours["train.steps"] = int(steps)
-    elif count is not None and importable("train.epochs", count) is not ABSENT:
-        draft.ours["train.epochs"] = count
-    elif count is not None:
-        draft.fill_in.append(f"train.steps: {count} epochs of your rows, divided by the batch")
+        return
+    count = draft.given(*epochs)
+    count = default if count is None else count
+    if count is not None:
+        draft.ours["train.epochs"] = int(count) if float(count).is_integer() else count
 
 
-def evaluation_every(draft: Draft, evaluate: float | None, save: float | None, sync: int) -> None:
+def evaluation_every(
+    draft: Draft, evaluate: tuple[str, ...], save: tuple[str, ...], sync: int, default: float = -1
+) -> None:
     """Evaluations and checkpoints: every so many steps there, every so many versions here."""
-    for key, steps in (("eval.every", evaluate), ("checkpoint.every", save)):
-        if steps is not None:
-            draft.ours[key] = max(round(int(steps) / sync), 1) if int(steps) > 0 else 0
+    for key, theirs in (("eval.every", evaluate), ("checkpoint.every", save)):
+        steps = int(draft.number(*theirs, default=default))
+        draft.ours[key] = max(round(steps / sync), 1) if steps > 0 else 0
 
 
 def joined_files(draft: Draft) -> None:
@@ -71,8 +57,7 @@ def log_to(draft: Draft, destinations: Any) -> None:
     """Loggers by their names there; unknown ones are left out."""
     names = paths(destinations) if destinations else []
     known = [name for name in ("tensorboard", "mlflow", "trackio") if name in names]
-    if "all" not in names and "wandb" not in names:
-        draft.ours["log.wandb"] = "off"
+    draft.put("log.wandb", "auto" if {"all", "wandb"} & {*names} else "off")
     if known:
         draft.ours["log.loggers"] = known
 
@@ -84,29 +69,24 @@ def template_variables(draft: Draft, key: str) -> None:
     try:
         values |= json.loads(given) if isinstance(given, str) else given or {}
     except (ValueError, TypeError):
-        draft.unmapped[key] = f"{given!r} is not a JSON object"
+        draft.unreadable[key] = f"{given!r} is not a JSON object"
     if values:
         draft.ours["student.chat_template_kwargs"] = values
 
 
-def finish(draft: Draft) -> None:
-    """Fills in what a config needs and the file does not say, and names it."""
+def complete(draft: Draft) -> None:
+    """Fills in what a config needs and the file does not give, and names it."""
+    missing = "the file does not give it: write a directory or a hub id"
     if not draft.ours.get("student.model"):
-        draft.ours["student.model"] = "STUDENT"
-        draft.fill_in.append("student.model: a directory or a hub id")
+        draft.fill("student.model", missing)
     if not draft.ours.get("data.train"):
-        draft.ours["data.train"] = [PLACEHOLDER]
-        draft.fill_in.append("data.train: a file with your prompts")
-    teachers = {key.split(".")[1] for key in draft.ours if key.startswith("teachers.")}
-    for name in teachers:
-        model = f"teachers.{name}.model"
-        known = any(draft.ours.get(f"teachers.{name}.{one}") for one in ("kind", "model"))
-        if not known:
-            draft.ours[model] = "TEACHER"
-            draft.fill_in.append(f"{model}: a directory or a hub id")
-    if not teachers:
-        draft.ours["teachers.teacher.model"] = "TEACHER"
-        draft.fill_in.append("teachers.teacher.model: a directory or a hub id")
+        draft.fill("data.train", "the file does not give it: write a file with your prompts")
+    teachers = list(
+        dict.fromkeys(key.split(".")[1] for key in draft.ours if key.startswith("teachers."))
+    )
+    for name in teachers or ["teacher"]:
+        if not any(draft.ours.get(f"teachers.{name}.{one}") for one in ("kind", "model")):
+            draft.fill(f"teachers.{name}.model", missing)
     if draft.ours.get("loss.support") == "student_topk" and "rollout.top_p" in draft.ours:
         draft.ours["rollout.top_p"] = 1.0
         draft.differs.append(

@@ -1,30 +1,43 @@
 """A config in the making: their keys are read, ours are set, and what is lost is noted.
 
-A key counts as read when its table entry or the framework's function has used it. An unused key
-is unmapped, and is named in the result.
+    apply            keys with one counterpart
+    (together)       the framework's function: keys that several of theirs give
+    fill_unreadable  placeholders for all that a value gives which could not be read
+    account          every key of theirs is named: what became of it
+
+A value that could not be read never becomes a default: its keys here are placeholders, under
+``fill_in``. ``mapped`` has only keys that stand in the result.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
-from async_opd.config.keys import default_of, keys_below
+from async_opd.config.keys import default_of
 from async_opd.tools.importing.budget import Budget
-from async_opd.tools.importing.entries import (
-    ABSENT,
+from async_opd.tools.importing.table import (
+    CONVERSIONS,
     UNSTATED,
     Entry,
-    Meaningless,
+    NoCounterpart,
     Table,
-    To,
-    Together,
-    Unmapped,
+    entry_of,
 )
+
+FILE = "data/train.jsonl"
+"""The file that is named where the framework names no data that can be read here."""
+PLACEHOLDERS = {
+    "student.model": "STUDENT",
+    "data.train": [FILE],
+    "model": "TEACHER",
+    "served_model": "TEACHER",
+}
+"""Texts that stand for a value to be filled in, by our key or its last part; else FILL_IN."""
+BESIDE = "beside the other settings it has no effect here"
+EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 
 @dataclass(frozen=True)
@@ -36,17 +49,29 @@ class Expression:
 
 @dataclass
 class Draft:
-    """The keys of a file by dotted name, ours that follow from them, and notes for the user."""
+    """The keys of a file by dotted name, ours that follow from them, and notes for the user.
+
+    ``fill_in`` says why a key here waits for the user, ``another`` why the run there is not
+    on-policy distillation as it is here. ``unreadable`` are their keys whose value is not known.
+    """
 
     theirs: Mapping[str, Any]
+    table: Table
     ours: dict[str, Any] = field(default_factory=dict)
-    mapped: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, str] = field(default_factory=dict)
+    mapped: dict[str, list[str]] = field(default_factory=dict)
+    defaults: dict[str, list[str]] = field(default_factory=dict)
     meaningless: dict[str, str] = field(default_factory=dict)
     unmapped: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
-    fill_in: list[str] = field(default_factory=list)
+    fill_in: dict[str, str] = field(default_factory=dict)
+    another: list[str] = field(default_factory=list)
+    _gives: dict[str, list[str]] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
+    _spare: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._entries = {key: entry_of(self.table, key) for key in self.theirs}
 
     def has(self, key: str) -> bool:
         """Whether the file gives the key."""
@@ -63,7 +88,7 @@ class Draft:
     def take(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of these keys that the file gives, which are then read.
 
-        A value that only running the file would give counts as not given, and is named.
+        A value that only running the file would give is the default until ``fill_unreadable``.
         """
         found = default
         for key in reversed(keys):
@@ -72,13 +97,27 @@ class Draft:
             value = self.theirs[key]
             self._read.add(key)
             if isinstance(value, Expression):
-                self.unmapped[key] = f"its value is computed: {value.text}"
+                self.unreadable[key] = _why(value)
+                found = default
             else:
                 found = value
         return found
 
+    def give(self, ours: str, *keys: str, default: Any = None) -> Any:
+        """``take`` into one of our keys, which their table need not name; returns its value."""
+        found = self.take(*keys, default=default)
+        if found is not None:
+            self.ours[ours] = found
+        for key in keys:
+            self.gives(key, ours)
+        return found
+
+    def gives(self, key: str, *ours: str) -> None:
+        """Records that a key of theirs gives these keys here, in place of those in its table."""
+        self._gives.setdefault(key, []).extend(ours)
+
     def given(self, *keys: str) -> float | None:
-        """``take`` as a number; None if it is not given, or is none, which is named."""
+        """``take`` as a number; None if it is not given, or could not be read."""
         found = self.take(*keys)
         if found is None:
             return None
@@ -89,7 +128,7 @@ class Draft:
         if math.isfinite(number):
             return number
         named = next(key for key in keys if self.theirs.get(key) is found)
-        self.unmapped[named] = f"{found!r} is not a number"
+        self.unreadable[named] = f"{found!r} is not a number"
         return None
 
     def number(self, *keys: str, default: float = 0) -> float:
@@ -102,86 +141,111 @@ class Draft:
         return int(self.number(*keys, default=default))
 
     def count(self, *keys: str, default: int = 1) -> int:
-        """``whole`` of a size that others are divided by; below 1 it is named, and is 1."""
+        """``whole`` of a size that others are divided by; below 1 it counts as not read."""
         found = self.whole(*keys, default=default)
         if found < 1:
-            self.unmapped[next((one for one in keys if self.has(one)), keys[0])] = (
-                f"{found} is below 1: 1 is used"
-            )
+            named = next((one for one in keys if self.has(one)), keys[0])
+            self.unreadable[named] = f"{found} is below 1"
         return max(found, 1)
 
     def put(self, key: str, value: Any) -> None:
-        """Sets one of our keys, unless the value is our default."""
-        if value is not ABSENT and value is not None and not _equal(value, default_of(key)):
+        """Sets one of our keys; ``account`` drops it if it is a default here and there."""
+        if value is not None:
             self.ours[key] = value
+            self._spare.add(key)
 
-    def apply(self, table: Table) -> None:
+    def fill(self, key: str, why: str) -> None:
+        """Sets a placeholder for one of our keys, in place of the keys below it."""
+        for below in [one for one in self.ours if one.startswith(f"{key}.")]:
+            del self.ours[below]
+        self.ours.pop(EITHER.get(key, ""), None)
+        last = key.rpartition(".")[2]
+        self.ours[key] = PLACEHOLDERS.get(key) or PLACEHOLDERS.get(last, "FILL_IN")
+        self.fill_in.setdefault(key, why)
+
+    def apply(self) -> None:
         """Reads what the table's entries say one by one; defaults that differ are written too."""
         for key, value in self.theirs.items():
-            entry = entry_of(table, key)
-            if isinstance(entry, Meaningless):
+            entry = self._entries[key]
+            if entry is not None and entry.reason:
                 self.meaningless[key] = entry.reason
-            elif isinstance(entry, To):
+            elif entry is not None and entry.ours and not entry.together:
                 self._set(key, entry, value)
-        for key, entry in table.items():
-            if isinstance(entry, To) and entry.default is not UNSTATED and "*" not in key:
-                self._set_default(key, entry)
+        for key, entry in self.table.items():
+            if entry.default is UNSTATED or key in self.theirs or entry.ours[0] in self.ours:
+                continue
+            found = CONVERSIONS[entry.convert](entry.default)
+            if found is not None and not _equal(found, default_of(entry.ours[0])):
+                self.ours[entry.ours[0]] = found
 
-    def finish(self, table: Table) -> None:
-        """Names every key that nothing has used."""
-        for key in self.theirs:
-            entry = entry_of(table, key)
-            if isinstance(entry, Together) and not _exists(entry.keys):
-                self.unmapped.setdefault(key, f"there is no {entry.keys} in this version")
-            elif isinstance(entry, Together) and key in self._read and key not in self.unmapped:
-                self.mapped.setdefault(key, entry.keys)
-            elif isinstance(entry, Together):
-                self.unmapped.setdefault(key, "beside the other settings it has no effect here")
-            elif entry is None and key not in self._read:
-                self.unmapped.setdefault(key, "")
-
-    def _set(self, key: str, entry: To, value: Any) -> None:
+    def _set(self, key: str, entry: Entry, value: Any) -> None:
+        self._read.add(key)
         if isinstance(value, Expression):
-            self.unmapped[key] = f"its value is computed: {value.text}"
+            self.unreadable[key] = _why(value)
             return
         try:
-            found = entry.value(value)
+            found = CONVERSIONS[entry.convert](value)
         except (TypeError, ValueError, LookupError, OverflowError) as error:
-            cause = str(error) if isinstance(error, Unmapped) else f"{value!r} does not fit"
-            self.unmapped[key] = cause
+            cause = str(error) if isinstance(error, NoCounterpart) else f"{value!r} does not fit"
+            self.unreadable[key] = cause
             return
-        self.mapped[key] = entry.key
-        if found is not ABSENT and found is not None:
-            self.ours.setdefault(entry.key, found)
+        if found is None:
+            self.meaningless[key] = "it is the default here"
+        elif self.ours.setdefault(entry.ours[0], found) != found:
+            self.unmapped[key] = "another key of the file gives the same key here"
 
-    def _set_default(self, key: str, entry: To) -> None:
-        if entry.key in self.ours or key in self.mapped:
-            return
-        found = entry.value(entry.default)
-        if found is ABSENT or found is None or _equal(found, default_of(entry.key)):
-            return
-        self.ours[entry.key] = found
-        self.defaults[key] = entry.key
+    def fill_unreadable(self) -> None:
+        """Placeholders for the keys here that a value gives which could not be read."""
+        for key, why in self.unreadable.items():
+            gives, entry = self._keys_of(key), self._entries.get(key)
+            self.unmapped[key] = why
+            for ours in [one for one in gives if one in self.ours or one == gives[0]]:
+                self.fill(ours, f"{key} could not be read: {why}")
+            if entry is not None and entry.note:
+                self.differs.append(f"{key} could not be read: {why}")
+        for key, value in self.theirs.items():
+            if key.startswith("**") and isinstance(value, Expression):
+                self.fill_in[key] = f"{value.text} may set any key of the run: compare all of them"
+
+    def account(self) -> None:
+        """Names every key of theirs, and the defaults that were written."""
+        given = set[str]()
+        for key in self.theirs:
+            used = key in self._read and key in self._gives
+            if key in self.unmapped or (key in self.meaningless and not used):
+                continue
+            self.meaningless.pop(key, None)
+            entry = self._entries[key]
+            known = self._keys_of(key)
+            found = [one for one in known if one in self.ours and one not in self.fill_in]
+            if key not in self._read:
+                self.unmapped[key] = BESIDE if entry else _why(self.theirs[key])
+            elif found:
+                self.mapped[key] = found
+                given.update(found)
+            elif entry is not None and entry.note:
+                self.meaningless[key] = f"no key here has it: it is {entry.note}"
+            else:
+                waits = next((one for one in known if one in self.fill_in), None)
+                self.unmapped[key] = f"{waits} is to be filled in" if waits else BESIDE
+        for ours in self._spare - given:
+            if _equal(self.ours.get(ours), default_of(ours)):
+                self.ours.pop(ours, None)
+        for key, entry in self.table.items():
+            for ours in entry.ours if key not in self.theirs and "*" not in key else ():
+                if ours in self.ours and ours not in given and ours not in self.fill_in:
+                    self.defaults[key] = [ours]
+                    given.add(ours)
+
+    def _keys_of(self, key: str) -> list[str]:
+        """The keys here that a key of theirs gives."""
+        entry = self._entries.get(key)
+        return self._gives.get(key) or list(entry.ours if entry is not None else ())
 
 
-def entry_of(table: Table, key: str) -> Entry | None:
-    """The entry of a key: its own, else the first pattern that fits."""
-    if key in table:
-        return table[key]
-    return next((entry for pattern, entry in table.items() if fnmatchcase(key, pattern)), None)
-
-
-def _exists(keys: str) -> bool:
-    """Whether one of the keys that ``Together`` names is a key of this version, or a remark."""
-    names = re.split(r", | or ", keys)
-
-    def known(name: str) -> list[str]:
-        return keys_below(name.rpartition(".")[0])
-
-    return any(
-        not re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", name) or name.rpartition(".")[2] in known(name)
-        for name in names
-    )
+def _why(value: Any) -> str:
+    """Why a value is not known; empty for one that is."""
+    return f"its value is computed: {value.text}" if isinstance(value, Expression) else ""
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -14,16 +14,11 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.foreign import foreign
 from async_opd.tools.importing import asyncopd, nemo_rl, prime_rl, trl, verl
 from async_opd.tools.importing.budget import FILE_BYTES, Budget
-from async_opd.tools.importing.draft import Draft, flat
-from async_opd.tools.importing.entries import Table
-from async_opd.tools.importing.hydra import flags, overrides
+from async_opd.tools.importing.common import complete
+from async_opd.tools.importing.draft import Draft, Expression, flat
 from async_opd.tools.importing.python_script import CONFIGS, read_python
-from async_opd.tools.importing.shell import read_shell
-from async_opd.tools.importing.tables import asyncopd as asyncopd_keys
-from async_opd.tools.importing.tables import nemo_rl as nemo_rl_keys
-from async_opd.tools.importing.tables import prime_rl as prime_rl_keys
-from async_opd.tools.importing.tables import trl as trl_keys
-from async_opd.tools.importing.tables import verl as verl_keys
+from async_opd.tools.importing.shell import flags, overrides, read_shell
+from async_opd.tools.importing.table import Table, table_of
 from async_opd.tools.importing.yaml_tree import read_yaml
 
 MAX_PARTS = 64
@@ -33,50 +28,50 @@ LONG_KEY = re.compile(rf"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){{{MA
 
 @dataclass(frozen=True)
 class Framework:
-    """A table of keys, what several keys say together, and keys that are found nowhere else."""
+    """The function of several keys together, and keys that are found nowhere else."""
 
     name: str
-    table: Table
     together: Callable[[Draft], None]
     marks: tuple[str, ...]
+
+    @property
+    def table(self) -> Table:
+        """The entry of each key."""
+        return table_of(self.name)
 
 
 FRAMEWORKS = {
     one.name: one
     for one in (
+        Framework("verl", verl.together, ("actor_rollout_ref.", "distillation.teacher")),
+        Framework("nemo-rl", nemo_rl.together, ("loss_fn.", "policy.")),
+        Framework("asyncopd", asyncopd.together, ("algorithm.opd.", "algorithm.")),
+        Framework("prime-rl", prime_rl.together, ("orchestrator.", "trainer.loss.")),
         Framework(
-            "verl", verl_keys.TABLE, verl.together, ("actor_rollout_ref.", "distillation.teacher")
-        ),
-        Framework("nemo-rl", nemo_rl_keys.TABLE, nemo_rl.together, ("loss_fn.", "policy.")),
-        Framework(
-            "asyncopd", asyncopd_keys.TABLE, asyncopd.together, ("algorithm.opd.", "algorithm.")
-        ),
-        Framework(
-            "prime-rl", prime_rl_keys.TABLE, prime_rl.together, ("orchestrator.", "trainer.loss.")
-        ),
-        Framework(
-            "trl",
-            trl_keys.TABLE,
-            trl.together,
-            ("config_class", "teacher_model_name_or_path", "teacher_server_urls", "lmbda"),
+            "trl", trl.together, ("config_class", trl.TEACHER, "teacher_server_urls", "lmbda")
         ),
     )
 }
+KNOWN = f"name the framework by --from: {', '.join(FRAMEWORKS)}"
 
 
 @dataclass
 class Parsed:
-    """The keys of a file and of its ``parents``, and what of it was not read."""
+    """The keys of a file and of its ``parents``, those that are ``missing``, and other notes."""
 
     keys: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
     parents: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
-def parse(path: Path) -> Parsed:
-    """The keys of a script or config. ConfigError if it cannot be read or has none."""
+def parse(path: Path, name: str | None = None) -> Parsed:
+    """The keys of a script or config. ConfigError if it cannot be read or has none.
+
+    ``name`` is the framework's, for flags of a command that no framework is known by.
+    """
     try:
-        parsed = _parse(path)
+        parsed = _parse(path, name)
     except UnicodeDecodeError as error:
         remedy = "give a .sh, .py, .toml or .yaml file: this one is not text"
         raise _refused(path, f"is not UTF-8: {error}", remedy) from error
@@ -86,8 +81,14 @@ def parse(path: Path) -> Parsed:
         remedy = "give a .sh, .py, .toml or .yaml file"
         raise _refused(path, f"cannot be parsed: {error}", remedy) from error
     if not parsed.keys:
-        remedy = "name the file that sets the run's keys"
+        remedy = f"give the file that sets the run's keys, or {KNOWN}"
         raise _refused(path, "sets no key of a framework that is known here", remedy)
+    if isinstance(parsed.keys.get("args"), Expression) and path.suffix == ".py":
+        remedy = (
+            "write the command that starts it, with its flags, into a .sh file, and import that"
+        )
+        message = f"has no settings: its trainer takes args={parsed.keys['args'].text}"
+        raise _refused(path, message, remedy)
     return parsed
 
 
@@ -99,30 +100,37 @@ def framework_of(path: Path, keys: Mapping[str, Any], name: str | None) -> Frame
         if any(key.startswith(mark) for mark in framework.marks for key in keys):
             return framework
     message = f"is of no framework that is known here: its keys are {', '.join(list(keys)[:5])} …"
-    raise _refused(path, message, f"name it by --from: {', '.join(FRAMEWORKS)}")
+    raise _refused(path, message, KNOWN)
+
+
+def drafted(framework: Framework, keys: Mapping[str, Any]) -> Draft:
+    """The config that the keys become, with an account of each of them."""
+    draft = Draft(keys, framework.table)
+    draft.apply()
+    framework.together(draft)
+    draft.fill_unreadable()
+    complete(draft)
+    draft.account()
+    return draft
 
 
 def _refused(path: Path, message: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(str(path), "", message, remedy)])
 
 
-def _parse(path: Path) -> Parsed:
+def _parse(path: Path, name: str | None) -> Parsed:
     budget = Budget()
     if path.suffix in (".yaml", ".yml"):
         keys, parents, missing = read_yaml(path, budget)
-        return Parsed(
-            keys,
-            [f"its parent {one} is not there: its values are not here" for one in missing],
-            parents,
-        )
+        return Parsed(keys, [], parents, missing)
     text = foreign(path).read(FILE_BYTES).decode()
     if path.suffix == ".toml":
         if long := LONG_KEY.search(text):
             raise ValueError(f"a key has more than {MAX_PARTS} parts: {long[0][:80]!r}")
         return Parsed(flat(tomllib.loads(text), budget))
     if path.suffix == ".py":
-        return Parsed(read_python(text, budget))
-    return _parse_shell(text, budget)
+        return Parsed(*read_python(text, budget))
+    return _parse_shell(text, budget, name)
 
 
 def config_class(words: list[str]) -> dict[str, str]:
@@ -133,16 +141,15 @@ def config_class(words: list[str]) -> dict[str, str]:
     return {} if named is None else {"config_class": named}
 
 
-def _parse_shell(text: str, budget: Budget) -> Parsed:
+def _parse_shell(text: str, budget: Budget, name: str | None) -> Parsed:
     """The overrides of the script's commands, or the flags of the one that trains a student."""
     script = read_shell(text, budget)
     keys: dict[str, Any] = {}
     for words in script.commands:
         keys.update(overrides(words, budget))
-    if not any(key.startswith("actor_rollout_ref.") for key in keys):
+    if name == "trl" or not any(key.startswith("actor_rollout_ref.") for key in keys):
         for words in script.commands:
             given = flags(words, budget)
-            if "teacher_model_name_or_path" in given:
+            if trl.TEACHER in given or (name == "trl" and trl.STUDENTS & given.keys()):
                 keys = {**config_class(words), **given}
-    skipped = [f"not read: {line}" for line in script.skipped]
-    return Parsed(keys, skipped)
+    return Parsed(keys, [f"not read: {line}" for line in script.skipped])

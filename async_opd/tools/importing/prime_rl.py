@@ -4,6 +4,7 @@
     [orchestrator] training_mode = "opd"   a teacher alone, with [orchestrator.teacher]
     [[orchestrator.algorithms]] id = "opd"      the same, with [orchestrator.models.<name>]
     [orchestrator.train.algo] type = "opd"      the same, with its teacher inline
+    [[orchestrator.train.source]] algo          one source's, in place of that of the run
 
 Facts: ``docs/on_policy_distillation.md``, ``docs/algorithms.md``, ``configs/debug`` and
 ``packages/prime-rl-configs`` of github.com/PrimeIntellect-ai/prime-rl, read in November 2026.
@@ -11,23 +12,29 @@ Facts: ``docs/on_policy_distillation.md``, ``docs/algorithms.md``, ``configs/deb
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
-from async_opd.tools.importing.common import FROZEN, PLACEHOLDER, batches, importable, log_to
+from async_opd.tools.importing.common import FROZEN, batches, log_to
 from async_opd.tools.importing.draft import Draft
-from async_opd.tools.importing.entries import Meaningless
 
-ORCHESTRATOR, LOSS = "orchestrator", "trainer.loss"
+LOSS = "trainer.loss"
 ENVIRONMENTS = ("orchestrator.train.env", "orchestrator.train.source", "orchestrator.env")
+TESTED = ("orchestrator.eval.env", "orchestrator.eval.source")
 ALGORITHMS = ("orchestrator.train.algo", "orchestrator.algo", "orchestrator.algorithms.0")
-ENDED = Meaningless("responses end at the model's end tokens")
+OF_SOURCE = ("algo", "algorithms.0")
+NAMES = ("name", "id", "taskset.id", "env.taskset.id")
+DISTILS = ("opd", "tau")
+SELF = ("opsd", "self_distill")
+NO_TEACHER = "the file does not give it: write a directory or a hub id"
 UNCAPPED = 1000
 """An ``importance_cap`` that no ratio reaches: there the ratio is not truncated."""
 
 
 def together(draft: Draft) -> None:
-    """Sets what several keys say together."""
+    """Sets what several keys give together."""
     kind, prefix = _algorithm(draft)
+    sources = _sources(draft, kind)
+    kinds = [*dict.fromkeys(one for _, one, _ in sources)] or [kind]
     n = draft.whole(
         "orchestrator.group_size",
         "orchestrator.train.group_size",
@@ -38,13 +45,13 @@ def together(draft: Draft) -> None:
     level = draft.number("max_async_level", "orchestrator.max_async_level", default=1)
     batches(draft, draft.whole("orchestrator.batch_size", default=128), 1, level)
     _sampling(draft)
-    _teacher(draft, kind, prefix)
-    _objective(draft, kind, n)
+    _teachers(draft, kind, prefix, sources)
+    _recipe(draft, kinds)
+    _objective(draft, kinds, n)
     _optimizer(draft)
-    _data(draft)
+    _data(draft, sources)
     draft.put("rollout.replicas", _engines(draft))
-    interval = draft.number("orchestrator.eval.interval")
-    draft.ours["eval.every"] = int(interval)
+    draft.ours["eval.every"] = draft.whole("orchestrator.eval.interval")
     draft.put("eval.before", not draft.take("orchestrator.eval.skip_first_step", default=False))
     named = draft.has("wandb.project") or draft.has("monitors.wandb.project")
     log_to(draft, ["wandb"] if named else ["console"])
@@ -52,19 +59,71 @@ def together(draft: Draft) -> None:
 
 def _engines(draft: Draft) -> int:
     parallel = draft.count("inference.parallel.tp")
+    draft.put("rollout.tensor_parallel", parallel)
+    _share(draft, "rollout", _tagged(draft, "student"))
     return max(draft.whole("deployment.num_infer_gpus", default=1) // parallel, 1)
 
 
 def _algorithm(draft: Draft) -> tuple[str, str]:
-    """The kind of distillation, and the prefix of its keys."""
+    """The kind of the run, and the prefix of its keys."""
     mode = draft.take("orchestrator.training_mode")
     for prefix in ALGORITHMS:
-        kind = draft.take(f"{prefix}.type", f"{prefix}.id")
-        if kind is not None:
-            return str(kind), prefix
+        if kind := _kind(draft, prefix):
+            return kind, prefix
     if mode is not None:
         return str(mode), "orchestrator"
-    return ("reward" if not draft.has(f"{LOSS}.teacher_tau") else "tau"), ""
+    return ("tau" if draft.has(f"{LOSS}.teacher_tau") else "reward"), ""
+
+
+def _sources(draft: Draft, kind: str) -> list[tuple[str, str, str]]:
+    """Of each source that is trained on its name, its kind, and the prefix of its algorithm.
+
+    The prefix is empty where the source has the run's algorithm.
+    """
+    found = dict[str, tuple[str, str, str]]()
+    for prefix in ENVIRONMENTS:
+        for index in draft.below(prefix):
+            place = f"{prefix}.{index}"
+            named = draft.take(*(f"{place}.{one}" for one in NAMES))
+            if named is None:
+                continue
+            name = str(named)
+            for one in NAMES:
+                draft.gives(f"{place}.{one}", "teachers.teacher.sources", f"{_of(name)}.sources")
+            kinds = {f"{place}.{one}": _kind(draft, f"{place}.{one}") for one in OF_SOURCE}
+            at, own = next(((at, own) for at, own in kinds.items() if own), ("", kind))
+            found.setdefault(name, (name, own, at))
+    return list(found.values())
+
+
+def _of(source: str) -> str:
+    """The key of the teacher of one source."""
+    return "teachers." + re.sub(r"[^\w-]", "-", source)
+
+
+def _kind(draft: Draft, prefix: str) -> str:
+    """The kind of the algorithm in a section; empty without one."""
+    keys = (f"{prefix}.type", f"{prefix}.id")
+    kind = str(draft.take(*keys, default=""))
+    if kind not in (*DISTILS, *SELF):
+        for key in keys:
+            draft.gives(key, "loss.kind" if kind == "sft" else "reward.grader")
+    return kind
+
+
+def _recipe(draft: Draft, kinds: list[str]) -> None:
+    """Names kinds that are not on-policy distillation."""
+    for kind in kinds:
+        if kind == "sft":
+            draft.another.append(
+                "off-policy: sft trains on the teacher's answers there; here the teacher scores "
+                "the student's (cold_start trains on given answers first)"
+            )
+        elif kind not in (*DISTILS, *SELF):
+            draft.another.append(
+                f"no distillation: {kind} trains by reward alone there, without a teacher; here "
+                "every source has one"
+            )
 
 
 def _sampling(draft: Draft) -> None:
@@ -74,7 +133,8 @@ def _sampling(draft: Draft) -> None:
         if length is not None:
             draft.ours[f"{ours}.max_tokens"] = length
         draft.put(f"{ours}.temperature", draft.take(f"{prefix}.temperature"))
-    draft.ours.setdefault("rollout.max_tokens", draft.theirs.get("seq_len", 2048))
+    if "rollout.max_tokens" not in draft.ours:
+        draft.ours["rollout.max_tokens"] = draft.take("seq_len", default=2048)
     answers = draft.whole(
         "orchestrator.eval.group_size", "orchestrator.eval.rollouts_per_example", default=1
     )
@@ -83,41 +143,83 @@ def _sampling(draft: Draft) -> None:
         draft.ours.setdefault("eval.temperature", 1.0)
 
 
-def _teacher(draft: Draft, kind: str, prefix: str) -> None:
-    ours = "teachers.teacher"
-    if kind in ("opsd", "self_distill"):
+def _teachers(draft: Draft, kind: str, prefix: str, sources: list[tuple[str, str, str]]) -> None:
+    """One teacher for all sources, or one for each where they have separate algorithms."""
+    if not any(at for _, _, at in sources):
+        _teacher(draft, "teachers.teacher", kind, prefix)
+        if sources:
+            draft.ours["teachers.teacher.sources"] = [name for name, _, _ in sources]
+        return
+    for name, kind_there, at in sources:
+        draft.ours[f"{_of(name)}.sources"] = [name]
+        _teacher(draft, _of(name), kind_there, at or prefix)
+
+
+def _teacher(draft: Draft, ours: str, kind: str, prefix: str) -> None:
+    if kind in SELF:
         draft.ours[f"{ours}.kind"] = "self"
         demonstration = draft.take(f"{prefix}.demo_key", default="answer")
         draft.ours[f"{ours}.prompt_template"] = f"{{prompt}}\n\n{{{demonstration}}}"
+        draft.gives(f"{prefix}.demo_key", f"{ours}.prompt_template")
         draft.ours[f"{ours}.refresh_every"] = 1
         draft.differs.append("opsd words the demonstration differently: see prompt_template")
         return
-    named = draft.take(f"{prefix}.model") if prefix else None
+    if kind not in (*DISTILS, "sft"):
+        draft.fill(
+            f"{ours}.model", f"{kind} has no teacher there: name one, or leave its source out"
+        )
+        return
+    named = draft.take(f"{prefix}.model", default="reference") if prefix else None
     places = [f"{prefix}.teacher", "orchestrator.teacher", "orchestrator.teacher_model"]
     places += [f"orchestrator.models.{named}"] if named else []
     for place in places:
-        name = draft.take(f"{place}.name", f"{place}.model.name")
-        urls = draft.take(f"{place}.base_url", f"{place}.client.base_url")
-        draft.take(f"{place}.tokens", f"{place}.client.skip_model_check")
-        if urls:
+        names, urls = (
+            (f"{place}.{one}.{name}", f"{place}.{name}")
+            for one, name in (("model", "name"), ("client", "base_url"))
+        )
+        url = draft.take(*urls)
+        if url:
             draft.ours[f"{ours}.kind"] = "endpoint"
-            draft.ours[f"{ours}.urls"] = urls if isinstance(urls, list) else [urls]
-            draft.ours[f"{ours}.served_model"] = name
+            draft.ours[f"{ours}.urls"] = url if isinstance(url, list) else [url]
+            for key in (*urls, f"{prefix}.model"):
+                draft.gives(key, f"{ours}.urls")
+            if not draft.give(f"{ours}.served_model", *names):
+                draft.fill(f"{ours}.served_model", "the file does not give its name on the server")
             return
-    own = draft.take("teacher_inference.model.name", default=draft.theirs.get("model.name"))
-    length = draft.take("teacher_inference.model.max_model_len")
-    for rest in ("gpu_memory_utilization", "model.dtype", "model.enforce_eager"):
-        draft.take(f"teacher_inference.{rest}")
-    draft.ours[f"{ours}.model"] = own
+    _started(draft, ours, [f"{place}.{one}" for place in places for one in ("model.name", "name")])
+
+
+def _started(draft: Draft, ours: str, names: list[str]) -> None:
+    """A teacher that the run starts: in ``teacher_inference``, or in ``inference`` by its tag."""
+    tagged = _tagged(draft, "teacher")
+    for place in [*tagged, "teacher_inference"]:
+        names.append(f"{place}.model.name")
+        draft.give(f"{ours}.engine.max_model_len", f"{place}.model.max_model_len")
+    _share(draft, ours, tagged)
+    if not draft.give(f"{ours}.model", *names):
+        draft.fill(f"{ours}.model", NO_TEACHER)
     draft.put(f"{ours}.replicas", draft.whole("deployment.num_teacher_gpus", default=1))
-    draft.put(f"{ours}.engine.max_model_len", length)
 
 
-def _objective(draft: Draft, kind: str, n: int) -> None:
-    weight = draft.number(f"{LOSS}.teacher_tau", default=0.0 if kind == "reward" else 1.0)
-    reward = draft.number(f"{LOSS}.adv_tau", default=1.0 if kind in ("tau", "reward") else 0.0)
+def _tagged(draft: Draft, tag: str) -> list[str]:
+    """The engines in ``[[inference]]`` that have a tag."""
+    places = (f"inference.{index}" for index in draft.below("inference"))
+    return [one for one in places if draft.take(f"{one}.tag") == tag]
+
+
+def _share(draft: Draft, ours: str, places: list[str]) -> None:
+    share = "gpu_memory_utilization"
+    draft.give(f"{ours}.engine.{share}", *(f"{one}.{share}" for one in places))
+
+
+def _objective(draft: Draft, kinds: list[str], n: int) -> None:
+    weight = draft.number(f"{LOSS}.teacher_tau", default=1.0)
+    rewarded = kinds != ["sft"] and any(one not in ("opd", *SELF) for one in kinds)
+    reward = draft.number(f"{LOSS}.adv_tau", default=float(rewarded))
     verified = draft.take("orchestrator.verification.enabled", default=True)
     draft.ours.update({"loss.kind": "k1", "loss.importance_cap": UNCAPPED})
+    if "sft" in kinds:
+        draft.fill("loss.kind", "the loss of the run there is another one")
     draft.put("loss.weight", weight)
     for name in ("kl_tau", "dppo_mask_low", "dppo_mask_high"):
         draft.take(f"{LOSS}.{name}")
@@ -130,9 +232,9 @@ def _objective(draft: Draft, kind: str, n: int) -> None:
         if n < 2:
             draft.differs.append("a group of one has no advantage: no reward")
             return
-        draft.ours.update({"reward.grader": "math_verify", "reward.normalize": "none"})
+        draft.ours["reward.normalize"] = "none"
         draft.put("reward.weight", reward)
-        draft.fill_in.append("reward.grader: the environment graded there")
+        draft.fill("reward.grader", "the environment graded there")
 
 
 def _optimizer(draft: Draft) -> None:
@@ -141,13 +243,14 @@ def _optimizer(draft: Draft) -> None:
         draft.differs.append(f"trainer.optim.type: {kind}; the optimizer here is AdamW")
     first = draft.number("trainer.optim.betas1", default=0.9)
     draft.ours["train.betas"] = [first, draft.number("trainer.optim.betas2", default=0.999)]
+    rate = draft.number("trainer.optim.lr", default=1e-6)
+    draft.ours["train.lr"] = rate
     schedule = draft.take("trainer.scheduler.type", default="constant")
     warmup = draft.whole("trainer.scheduler.warmup_steps", default=10)
     lowest = draft.number("trainer.scheduler.min_lr")
     draft.ours["train.schedule"] = "cosine" if schedule == "cosine" else "constant"
     draft.ours["train.warmup_steps"] = 0 if schedule == "constant" else warmup
     if schedule == "cosine":
-        rate = draft.number("trainer.optim.lr", default=1e-6)
         draft.ours["train.min_lr_ratio"] = round(lowest / rate, 6) if rate else 0.0
     elif schedule != "constant":
         draft.differs.append(f"trainer.scheduler.type: {schedule}; constant is used here")
@@ -158,7 +261,7 @@ def _optimizer(draft: Draft) -> None:
         draft.ours["train.gradient_checkpointing"] = "full"
     for place in ("model.vlm", "trainer.model.vlm"):
         if draft.below(place) and draft.take(f"{place}.freeze_vision_encoder", default=True):
-            draft.put("train.freeze", importable("train.freeze", FROZEN))
+            draft.put("train.freeze", FROZEN)
     moments = draft.take("trainer.model.optim_cpu_offload")
     if draft.take("trainer.model.fsdp_cpu_offload"):
         draft.ours["train.offload"] = "parameters"
@@ -166,30 +269,18 @@ def _optimizer(draft: Draft) -> None:
         draft.ours["train.offload"] = "moments"
 
 
-def _data(draft: Draft) -> None:
-    names = _environments(draft, *ENVIRONMENTS)
-    draft.ours["data.train"] = [PLACEHOLDER]
-    if names:
-        draft.ours["teachers.teacher.sources"] = names
+def _data(draft: Draft, sources: list[tuple[str, str, str]]) -> None:
+    names = [name for name, _, _ in sources]
     routed = ", with the environment's name in the field data_source" if names else ""
     what = ", ".join(names) or "the environment"
-    draft.fill_in.append(f"data.train: a file with the prompts of {what}{routed}")
-    tested = _environments(draft, "orchestrator.eval.env", "orchestrator.eval.source")
-    if tested:
-        draft.fill_in.append(f"data.eval: a file with the prompts of {', '.join(tested)}")
-
-
-def _environments(draft: Draft, *prefixes: str) -> list[str]:
-    """Names of environments; their arguments are read, since a file takes their place."""
-    names: list[Any] = []
-    for prefix in prefixes:
+    draft.fill("data.train", f"a file with the prompts of {what}{routed}")
+    tested = dict[str, None]()
+    for prefix in TESTED:
         for index in draft.below(prefix):
-            place = f"{prefix}.{index}"
-            found = draft.take(
-                f"{place}.name", f"{place}.id", f"{place}.taskset.id", f"{place}.env.taskset.id"
-            )
-            names += [] if found is None else [str(found)]
-        for key in draft.theirs:
-            if key.startswith(f"{prefix}.") and "." in key[len(prefix) + 1 :]:
-                draft.take(key)
-    return list(dict.fromkeys(names))
+            keys = [f"{prefix}.{index}.{one}" for one in NAMES]
+            name = draft.take(*keys)
+            for key in keys:
+                draft.gives(key, "data.eval")
+            tested |= {} if name is None else {str(name): None}
+    if tested:
+        draft.fill_in["data.eval"] = f"a file with the prompts of {', '.join(tested)}"

@@ -1,10 +1,15 @@
-"""A Python script's arguments of TRL's config and trainer: parsed, never executed."""
+"""A Python script's arguments of TRL's config and trainer: parsed, never executed.
+
+Followed are names, ``args.NAME`` of an ``add_argument(default=…)`` or of a dataclass's field, and
+models through ``from_pretrained`` and methods such as ``.eval()``. Anything else is an Expression.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from async_opd.tools.importing.budget import Budget
@@ -13,80 +18,195 @@ from async_opd.tools.importing.draft import Expression, flat
 CONFIGS = ("GKDConfig", "GOLDConfig", "DistillationConfig", "AsyncDistillationConfig")
 TRAINERS = tuple(name.replace("Config", "Trainer") for name in CONFIGS)
 ADAPTER = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
+MODELS = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
 DATASET = ("dataset_name", "dataset_config")
+SWITCHES = {"store_true": False, "store_false": True}
 
 
-def read_python(text: str, budget: Budget) -> dict[str, Any]:
-    """TRL's keys by name, with ``config_class``.
+def read_python(text: str, budget: Budget) -> tuple[dict[str, Any], list[str]]:
+    """TRL's keys by name, with ``config_class``, and notes; ``args`` is a config that is not there.
 
     SyntaxError for text that is not Python, and for values that are more than the budget.
 
-    A value that is neither a literal nor a name assigned one, once, is an Expression, and so is
-    one that two calls give differently.
+    A value that two calls give differently is an Expression too.
     """
     tree = ast.parse(text)
-    names, found = _Names(_assigned(tree), budget), dict[str, Any]()
+    names, found = _names(tree, budget), dict[str, Any]()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = _called(call)
         if name in CONFIGS:
             found["config_class"] = name
-            _add(found, flat({one: _value(v, names) for one, v in _keywords(call, names)}, budget))
-        elif name in TRAINERS:
-            found.setdefault("config_class", name.replace("Trainer", "Config"))
+            given = {one: names.value(v) for one, v in _keywords(call, names)}
+            _add(found, flat(given, budget))
+        elif name.endswith(TRAINERS):
+            found.setdefault("config_class", _trainers_config(name))
             _read_trainer(call, names, found)
         elif name == "LoraConfig":
             known = ((ADAPTER.get(one, f"lora.{one}"), v) for one, v in _keywords(call, names))
-            _add(found, {one: _value(v, names) for one, v in known})
-        elif name == "load_dataset" and "dataset_name" in found:
-            found["load_dataset"] = Expression(ast.unparse(call))
+            _add(found, {one: names.value(v) for one, v in known})
         elif name == "load_dataset":
-            found.update(
-                {one: _value(v, names) for one, v in zip(DATASET, call.args, strict=False)}
-            )
-            for one, value in _keywords(call, names):
-                if one == "split":
-                    found["dataset_train_split"] = _value(value, names)
-    return found
+            _read_dataset(call, names, found)
+    for target, value in names.stored:  # settings.beta = 0.5, after settings = GKDConfig(…)
+        made = names.followed(target.value)
+        if isinstance(made, ast.Call) and _called(made) in CONFIGS:
+            _add(found, {target.attr: names.value(value)})
+    return found, names.notes()
+
+
+def _trainers_config(name: str) -> str:
+    longest = max((one for one in TRAINERS if name.endswith(one)), key=len)
+    return longest.replace("Trainer", "Config")
 
 
 @dataclass
 class _Names:
-    """Names that are assigned once, and their values."""
+    """Values of names, of which each has all that are assigned to it; ``options`` are arguments."""
 
-    values: dict[str, ast.expr]
     budget: Budget
+    values: dict[str, list[ast.expr | None]] = field(default_factory=lambda: defaultdict(list))
+    options: dict[str, list[ast.expr | None]] = field(default_factory=lambda: defaultdict(list))
+    configs: bool = False
+    stored: list[tuple[ast.Attribute, ast.expr]] = field(default_factory=list)
+    used: dict[str, None] = field(default_factory=dict)
+
+    def value(self, node: ast.expr) -> Any:
+        """A literal, or the Expression that only running the script would give."""
+        node = self.followed(node)
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return Expression(ast.unparse(node))
 
     def followed(self, node: ast.expr) -> ast.expr:
-        """The value of a name, through names that it is assigned; one of a circle means itself."""
+        """The value of a name that has one, through other names; one of a circle means itself."""
         seen = set[str]()
-        while isinstance(node, ast.Name) and node.id in self.values and node.id not in seen:
-            seen.add(node.id)
-            self.budget.take(len(node.id), node.id)
-            node = self.values[node.id]
+        while (name := _key(node)) is not None and name not in seen:
+            option = isinstance(node, ast.Attribute)
+            known = self.options.get(name[1:]) if option else self.values.get(name)
+            if not known or len(known) != 1 or known[0] is None:
+                break
+            seen.add(name)
+            if option:
+                self.used[name[1:]] = None
+            self.budget.take(len(name), name)
+            node = known[0]
         if seen:
             text = ast.unparse(node)
             self.budget.take(len(text), text)
         return node
 
+    def model(self, node: ast.expr, seen: frozenset[str] = frozenset()) -> Any:
+        """The name of a model that is given itself, loaded, moved, or loaded in two ways."""
+        while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "from_pretrained":
+                given = [k.value for k in node.keywords if k.arg == "pretrained_model_name_or_path"]
+                return self.value([*node.args, *given, node][0])
+            node = node.func.value  # .eval(), .to("cuda"): the model is the same
+        if not isinstance(node, ast.Name) or node.id not in self.values or node.id in seen:
+            return self.value(node)
+        self.budget.take(100, node.id)  # names with two values each would double the calls
+        known = [one for one in self.values[node.id] if one is None or _root(one) != node.id]
+        if None in known or not known:
+            return Expression(ast.unparse(node))
+        seen |= {node.id}
+        found = [self.model(one, seen) for one in known if one is not None]
+        return found[0] if all(one == found[0] for one in found) else Expression(ast.unparse(node))
 
-def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """The values of names that are assigned once, and are not an argument of a function."""
-    bound = Counter(
-        node.arg if isinstance(node, ast.arg) else node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and _is_set(node))
-    )
-    return {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and bound[target.id] == 1
-    }
+    def notes(self) -> list[str]:
+        """Names the arguments of the script whose defaults were taken."""
+        if not self.used:
+            return []
+        options = ", ".join(f"--{name}" for name in self.used)
+        return [
+            f"the script's own arguments have their defaults here: compare its command: {options}"
+        ]
 
 
-def _is_set(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
+def _names(tree: ast.Module, budget: Budget) -> _Names:
+    """All names of a script; None for a value that an assignment alone does not show."""
+    names, plain, fields = _Names(budget), set[int](), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and "dataclass" in map(_name_of, node.decorator_list):
+            fields.update(map(id, node.body))
+            for name, default in _fields(node):
+                names.options[name].append(default)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            plain |= _read_assignment(node, node.value, names, id(node) in fields)
+        elif isinstance(node, ast.arg):
+            names.values[node.arg].append(None)
+        elif isinstance(node, ast.Call):
+            _read_option(node, names)
+    for node in ast.walk(tree):
+        if not isinstance(getattr(node, "ctx", None), ast.Store) or id(node) in plain:
+            continue
+        if isinstance(node, ast.Name):
+            names.values[node.id].append(None)
+        elif isinstance(node, ast.Attribute):
+            names.options[node.attr].append(None)
+    return names
+
+
+def _read_assignment(
+    node: ast.Assign | ast.AnnAssign, value: ast.expr, names: _Names, of_class: bool
+) -> set[int]:
+    """Adds the values that an assignment shows; returns the ids of the names that it sets."""
+    targets: list[ast.expr] = node.targets if isinstance(node, ast.Assign) else [node.target]
+    for target in targets:
+        if isinstance(target, ast.Name) and not of_class:
+            names.values[target.id].append(value)
+        elif isinstance(target, ast.Attribute):
+            names.stored.append((target, value))
+    return {id(target) for target in targets if isinstance(target, ast.Name)}
+
+
+def _read_option(call: ast.Call, names: _Names) -> None:
+    """The default of an argument of the script, and whether a config stands in it."""
+    names.configs |= _called(call) in CONFIGS
+    if _called(call) == "add_argument":
+        name, default = _option(call)
+        names.options[name].append(default)
+    elif _called(call) == "set_defaults":
+        for keyword in call.keywords:
+            names.options[keyword.arg or ""] = [keyword.value]
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
+    for one in node.body:
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+            value = one.value
+            if isinstance(value, ast.Call) and _called(value) == "field":
+                value = next((k.value for k in value.keywords if k.arg == "default"), None)
+            yield one.target.id, value
+
+
+def _option(call: ast.Call) -> tuple[str, ast.expr | None]:
+    """The name and the default of an argument; None for one that the command line has to give."""
+    flags = [str(one.value) for one in call.args if isinstance(one, ast.Constant)]
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    flag = next((one for one in flags if one.startswith("--")), (flags or [""])[0])
+    dest, action, required = (_constant(given.get(n)) for n in ("dest", "action", "required"))
+    default = given.get("default")
+    if default is None and flag.startswith("-") and not required:
+        default = ast.Constant(SWITCHES.get(str(action)))
+    return str(dest or flag.lstrip("-").replace("-", "_")), default
+
+
+def _constant(node: ast.expr | None) -> Any:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def _key(node: ast.expr) -> str | None:
+    """``NAME`` of a name, ``.NAME`` of ``args.NAME``."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f".{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _root(node: ast.expr) -> str | None:
+    """The name at which a chain of methods begins, as ``a`` of ``a.eval().to(b)``."""
+    while isinstance(node, ast.Call | ast.Attribute):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _add(found: dict[str, Any], given: dict[str, Any]) -> None:
@@ -101,26 +221,37 @@ def _text(value: Any) -> str:
 
 
 def _read_trainer(call: ast.Call, names: _Names, found: dict[str, Any]) -> None:
-    ours = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
-    for one, value in [*zip(ours, call.args, strict=False), *_keywords(call, names)]:
-        if one in ours:
-            found.setdefault(ours[one], _model(value, names))
+    for one, value in [*zip(MODELS, call.args, strict=False), *_keywords(call, names)]:
+        if one in MODELS:
+            found.setdefault(MODELS[one], names.model(value))
+        elif one == "args" and not names.configs:
+            found["args"] = Expression(ast.unparse(value))
+        elif one == "peft_config":
+            known = names.followed(value)
+            if isinstance(known, ast.Call) and _called(known) == "LoraConfig":
+                found["use_peft"] = True
+            elif not isinstance(known, ast.Constant):
+                found["use_peft"] = Expression(ast.unparse(value))
 
 
-def _model(value: ast.expr, names: _Names) -> Any:
-    """The name of a model that is given itself or loaded by ``from_pretrained``."""
-    value = names.followed(value)
-    if isinstance(value, ast.Call) and _called(value) == "from_pretrained" and value.args:
-        value = value.args[0]
-    return _value(value, names)
-
-
-def _value(node: ast.expr, names: _Names) -> Any:
-    node = names.followed(node)
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return Expression(ast.unparse(node))
+def _read_dataset(call: ast.Call, names: _Names, found: dict[str, Any]) -> None:
+    given = dict(_keywords(call, names))
+    split = names.value(given["split"]) if "split" in given else None
+    if isinstance(split, str) and split.startswith(("test", "val", "dev", "eval")):
+        found["eval_dataset"] = Expression(ast.unparse(call))
+        return
+    if "dataset_name" in found:
+        found["load_dataset"] = Expression(ast.unparse(call))
+        return
+    found.update({one: names.value(v) for one, v in zip(DATASET, call.args, strict=False)})
+    files = names.value(given["data_files"]) if "data_files" in given else None
+    files = files.get("train") if isinstance(files, dict) else files
+    if files is not None and found.get("dataset_name") in ("json", "parquet"):
+        found["dataset_name"] = files
+    elif files is not None:
+        found["data_files"] = files
+    if split is not None:
+        found["dataset_train_split"] = split
 
 
 def _keywords(call: ast.Call, names: _Names) -> list[tuple[str, ast.expr]]:
@@ -139,6 +270,12 @@ def _keywords(call: ast.Call, names: _Names) -> list[tuple[str, ast.expr]]:
 
 
 def _called(call: ast.Call) -> str:
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+    return _name_of(call.func)
+
+
+def _name_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Call):
+        return _name_of(node.func)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

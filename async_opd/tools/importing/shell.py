@@ -1,7 +1,10 @@
 """Commands of a shell script, with its variables in place: parsed, never executed.
 
+    text ──read_shell──► words of each command ──overrides, flags──► keys and values
+
 Read are assignments, arrays, ``${NAME:-default}``, ``$((…))`` and commands at the top level.
-Text inside of ``if``, loops, functions and ``$(…)`` is not read, and is reported.
+Text inside of ``if``, loops, functions and ``$(…)`` is not read, and is reported. A value that
+needs it, an argument of the script, or a variable that a condition sets is an ``Expression``.
 """
 
 from __future__ import annotations
@@ -9,13 +12,20 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from async_opd.config.yaml_text import YamlError, load_yaml
 from async_opd.tools.importing.budget import Budget
+from async_opd.tools.importing.draft import Expression, flat
 
 ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})")
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?([-=])((?:[^{}]|\{[^{}]*\})*))?\})")
+UNKNOWN = re.compile(r"\$\(|`|\$\{\d+\}|\$[@*]")
+"""A part of a value that only running the script would give."""
+SET = re.compile(r"(?:^|[;\s])(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=(?!\()")
+"""A variable that a line sets, which is not an array."""
 ARRAY = re.compile(r"^\$\{(\w+)\[@\]\}$")
 PIECE = re.compile(
     r"""(?P<space>[ \t\r\n]+)|(?P<plain>[^ \t\r\n"'\\]+)|\\(?P<escaped>.)"""
@@ -25,6 +35,15 @@ PIECE = re.compile(
 """A part of a word, or what is between two words."""
 MAX_SUM = 10_000
 """Characters of a ``$((…))`` that are read."""
+OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
+"""Hydra's ``a.b=value``, ``+a.b=value`` or ``++a.b=value``."""
+REMOVED = re.compile(r"^~([A-Za-z_][\w-]*(?:\.[\w-]+)+)")
+"""A key that an override takes away."""
+KEY = re.compile(r"(?<=[{,])(\s*[\w.-]+):(?=\S)")
+"""A key of Hydra's ``{a:1}``, which YAML would read as one text."""
+ENDS_FLAGS = re.compile(r"^(?:\d*[<>].*|&&?|\|\|?|;)$")
+"""Redirections and what joins two commands."""
+FLAG = re.compile(r"^--([A-Za-z][\w-]*)(?:=(.*))?$", re.DOTALL)
 OPENS = ("if", "for", "while", "until", "case")
 CLOSES = ("fi", "done", "esac")
 OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
@@ -60,6 +79,7 @@ def read_shell(text: str, budget: Budget) -> Script:
             script.skipped.append(line.splitlines()[0])
         if opens or depth:
             depth += _change(line, opens)
+            variables.unsure(line)
             continue
         _read_line(line, script, variables)
     return script
@@ -97,15 +117,23 @@ class _Variables:
         """The text with variables in place; an unset one without a default stays ``${NAME}``."""
 
         def value(found: re.Match[str]) -> str:
-            name, otherwise = found[1] or found[2], found[3]
+            name, operator, otherwise = found[1] or found[2], found[3], found[4]
             if name in self.names:
                 self.budget.take(len(self.names[name]), text)
                 return self.names[name]
-            if otherwise is not None:
-                return self.expanded(otherwise)
-            return f"${{{name}}}" if not name.isdigit() else ""
+            if otherwise is None:
+                return f"${{{name}}}"
+            known = self.expanded(otherwise)
+            if operator == "=":
+                self.names[name] = known
+            return known
 
         return VARIABLE.sub(value, text)
+
+    def unsure(self, line: str) -> None:
+        """A line that may run or not: variables that it sets have no known value from here on."""
+        for name in SET.findall(line):
+            self.names[name] = f"$({name} is set in a condition or loop)"
 
 
 def split(text: str) -> list[str]:
@@ -138,6 +166,8 @@ def _read_line(line: str, script: Script, variables: _Variables) -> None:
     words = variables.words(line)
     if found and len(words) == 1 + line.startswith(("export ", "local ", "readonly ")):
         variables.names[found[1]] = words[-1].partition("=")[2]
+    elif found and words and UNKNOWN.search(words[0]):
+        variables.names[found[1]] = f"$({line[:80]})"
     elif words:
         script.commands.append(words)
 
@@ -158,7 +188,7 @@ def _with_sums(text: str, variables: _Variables) -> str:
         try:
             parts.append(str(_sum(ast.parse(inner, mode="eval").body)))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            parts.append("''")
+            parts.append(f"$({re.sub('[^A-Za-z0-9_+*/%()-]', '', inner[:80])})")
     return "".join([*parts, text[end:]])
 
 
@@ -205,3 +235,59 @@ def _logical_lines(text: str) -> Iterator[str]:
             line += character
     if line.strip():
         yield line.strip()
+
+
+def overrides(words: Iterable[str], budget: Budget) -> dict[str, Any]:
+    """The dotted keys with their values; a later one replaces an earlier one.
+
+    A key that is taken away has a ``~`` before it. SyntaxError if they are more than the budget.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        if removed := REMOVED.match(word):
+            found[f"~{removed[1]}"] = None
+        if one := OVERRIDE.match(word):
+            text = KEY.sub(r"\1: ", one[2]) if one[2].startswith("{") else one[2]
+            found |= flat(value_of(text), budget, one[1])
+    return found
+
+
+def flags(words: list[str], budget: Budget) -> dict[str, Any]:
+    """``--name value …``, ``--name=value`` and ``--name`` alone, which is true.
+
+    Several values are a list. Shell operators (``2>&1``, ``|``) end the flags. SyntaxError
+    if they are more than the budget.
+    """
+    found: dict[str, Any] = {}
+    name, ended = (
+        "",
+        next((at for at, one in enumerate(words) if ENDS_FLAGS.match(one)), len(words)),
+    )
+    for word in words[:ended]:
+        if flag := FLAG.match(word):
+            name = flag[1].replace("-", "_")
+            found[name] = True if flag[2] is None else value_of(flag[2])
+        elif word.endswith(".py"):
+            name = ""  # the launcher's flags end, and the script's begin
+        elif name:
+            value, before = value_of(word), found[name]
+            if isinstance(before, list):
+                before.append(value)
+            else:
+                found[name] = value if before is True else [before, value]
+    for name, value in found.items():
+        budget.take(len(name) + len(str(value)), name)
+    return found
+
+
+def value_of(text: str) -> Any:
+    """A number, a switch, a list or a text, as YAML reads it; a text if it is not YAML.
+
+    An Expression for one that only running the script would give.
+    """
+    if UNKNOWN.search(text):
+        return Expression(text)
+    try:
+        return load_yaml(text)
+    except YamlError:
+        return text.strip("\"'")

@@ -8,77 +8,55 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_opd.tools.importing.common import FILES, batches, epochs, log_to, template_variables
+from async_opd.tools.importing.common import batches, length, log_to, template_variables
 from async_opd.tools.importing.draft import Draft
+from async_opd.tools.importing.table import content_of
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "GKDConfig": {
-        "learning_rate": 2e-5,
-        "temperature": 0.9,
-        "top_p": 1.0,
-        "length": 128,
-        "lmbda": 0.5,
-        "beta": 0.5,
-        "loss_top_k": 0,
-    },
-    "GOLDConfig": {
-        "learning_rate": 1e-7,
-        "temperature": 0.9,
-        "top_p": 0.95,
-        "length": 128,
-        "lmbda": 0.5,
-        "beta": 0.5,
-        "loss_top_k": 0,
-    },
-    "DistillationConfig": {
-        "learning_rate": 1e-6,
-        "temperature": 1.0,
-        "top_p": 0.95,
-        "length": 512,
-        "lmbda": 1.0,
-        "beta": 1.0,
-        "loss_top_k": 1,
-    },
-    "AsyncDistillationConfig": {
-        "learning_rate": 1e-6,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "length": 2048,
-        "lmbda": 1.0,
-        "beta": 0.0,
-        "loss_top_k": 8,
-    },
-}
-"""Defaults that differ between the classes; ``length`` is that of a response."""
+TEACHER = "teacher_model_name_or_path"
+FILES = (".parquet", ".jsonl", ".json")
+STUDENTS = {"model_name_or_path", "model", "student_model"}
+
+
+def classes() -> dict[str, dict[str, Any]]:
+    """The defaults that differ between the config classes; ``length`` is that of a response."""
+    found: dict[str, dict[str, Any]] = content_of("trl")["classes"]
+    return found
 
 
 def together(draft: Draft) -> None:
-    """Sets what several keys say together."""
+    """Sets what several keys give together."""
     kind = _class(draft)
-    own = DEFAULTS[kind]
+    own = classes()[kind]
     _sampling(draft, own)
+    _recipe(draft, own)
     _teachers(draft, kind)
     _loss(draft, kind, own)
     sync = _sizes(draft, kind)
     _optimizer(draft, own)
     _adapters(draft)
     _data(draft)
-    saved = draft.take("save_strategy", default="steps")
-    every = draft.whole("save_steps", default=500)
-    draft.ours["checkpoint.every"] = 0 if saved == "no" else max(round(every / sync), 1)
-    evaluated = draft.take("eval_strategy", default="no")
-    draft.ours["eval.every"] = 0
-    steps = draft.whole("eval_steps", default=500)
-    if evaluated == "steps":
-        draft.ours["eval.every"] = max(round(steps / sync), 1)
-    report = draft.take("report_to", default="all")
-    log_to(draft, report)
+    _periods(draft, sync)
+    log_to(draft, draft.take("report_to", default="all"))
+
+
+def _periods(draft: Draft, sync: int) -> None:
+    """Checkpoints and evaluations every so many steps there, and so many versions here."""
+    draft.ours.update({"checkpoint.every": 0, "eval.every": 0})
+    for ours, theirs, usual in (("checkpoint", "save", "steps"), ("eval", "eval", "no")):
+        strategy = draft.take(f"{theirs}_strategy", default=usual)
+        if strategy == "steps":
+            every = draft.number(f"{theirs}_steps", default=500)
+            draft.ours[f"{ours}.every"] = max(round(every / sync), 1)
+        elif strategy != "no":
+            draft.unreadable[f"{theirs}_strategy"] = (
+                f"{strategy}: here it is every so many versions"
+            )
 
 
 def _class(draft: Draft) -> str:
     """The config class: as the script names it, else by keys that only one of them has."""
     named = draft.take("config_class")
-    if isinstance(named, str) and named in DEFAULTS:
+    if isinstance(named, str) and named in classes():
         return named
     if draft.has("max_staleness") or draft.below("teacher_server_urls"):
         return "AsyncDistillationConfig"
@@ -89,42 +67,56 @@ def _class(draft: Draft) -> str:
 
 
 def _sampling(draft: Draft, own: dict[str, Any]) -> None:
-    length = draft.take("max_completion_length", "max_new_tokens", default=own["length"])
-    draft.ours["rollout.max_tokens"] = length
+    tokens = draft.take("max_completion_length", "max_new_tokens", default=own["length"])
+    draft.ours["rollout.max_tokens"] = tokens
     draft.put("rollout.temperature", draft.take("temperature", default=own["temperature"]))
     draft.put("rollout.top_p", draft.take("top_p", default=own["top_p"]))
     draft.ours["rollout.n"] = draft.whole("num_generations", default=1)
-    if draft.number("lmbda", default=own["lmbda"]) < 1:
-        share = 1 - draft.number("lmbda", default=own["lmbda"])
+
+
+def _recipe(draft: Draft, own: dict[str, Any]) -> None:
+    """Names a run whose answers are not the student's, or which has two vocabularies."""
+    share = 1 - draft.number("lmbda", default=own["lmbda"])
+    if share >= 1:
+        draft.another.append(
+            "off-policy: lmbda is 0 there, so that all answers are the data set's; here all are "
+            "the student's (cold_start trains on given answers first)"
+        )
+    elif share > 0:
         draft.differs.append(
-            f"lmbda: {share:.0%} of the batches are the data set's own answers there; here all "
+            f"lmbda: {share:.0%} of the batches are the data set's answers there; here all "
             "are the student's (cold_start trains on given answers first)"
         )
     if draft.take("seq_kd"):
         draft.differs.append("seq_kd trains on the teacher's answers there: see cold_start")
+    if draft.take("use_uld_loss"):
+        draft.another.append(
+            "cross-tokenizer: use_uld_loss aligns two vocabularies there; here student and teacher "
+            "have one"
+        )
 
 
 def _teachers(draft: Draft, kind: str) -> None:
     names = draft.below("teacher_server_urls")
-    urls = {name: draft.take(f"teacher_server_urls.{name}") for name in names}
-    single = draft.take("teacher_model_server_url")
-    if draft.take("use_teacher_server") and single:
-        urls = {"default": single}
-    if kind == "AsyncDistillationConfig" and not urls:
-        urls = {"default": "http://localhost:8001"}
-    model = draft.take("teacher_model_name_or_path", "teacher_model")
-    tempered = draft.number("teacher_temperature", default=1.0)
-    for name, url in urls.items():
+    places = {name: f"teacher_server_urls.{name}" for name in names}
+    if draft.take("use_teacher_server") and draft.has("teacher_model_server_url"):
+        places = {"default": "teacher_model_server_url"}
+    if kind == "AsyncDistillationConfig" and not places:
+        places = {"default": "teacher_server_urls"}
+    if not places:
+        draft.give("teachers.teacher.model", TEACHER, "teacher_model")
+    for name, place in places.items():
         ours = f"teachers.{'teacher' if name == 'default' else name}"
+        url = draft.take(place, default="http://localhost:8001")
+        draft.gives(place, f"{ours}.urls")
         draft.ours.update({f"{ours}.kind": "endpoint", f"{ours}.urls": [url]})
-        draft.ours[f"{ours}.served_model"] = model or "TEACHER"
-        if not model:
-            draft.fill_in.append(f"{ours}.served_model: the model's name on the server")
-    if len(urls) > 1:
+        if not draft.give(f"{ours}.served_model", TEACHER, "teacher_model"):
+            draft.fill(
+                f"{ours}.served_model", "the file does not give the model's name on the server"
+            )
+    if len(places) > 1:
         draft.ours["data.route_by"] = "teacher_id"
-    if not urls:
-        draft.ours["teachers.teacher.model"] = model or draft.theirs.get("model_name_or_path")
-    if tempered != 1:
+    if draft.number("teacher_temperature", default=1.0) != 1:
         draft.differs.append("teacher_temperature tempers the student too there: left out here")
 
 
@@ -137,8 +129,6 @@ def _loss(draft: Draft, kind: str, own: dict[str, Any]) -> None:
     draft.ours["loss.kind"] = names.get(beta, "jsd")
     if beta not in names:
         draft.ours["loss.beta"] = beta
-    if draft.take("use_uld_loss"):
-        draft.differs.append("use_uld_loss aligns two vocabularies there; here both share one")
     if kind == "DistillationConfig" and "rollout.temperature" in draft.ours:
         draft.differs.append("temperature tempers both sides of the divergence too there: not here")
     if top == 0:
@@ -182,8 +172,7 @@ def _sizes(draft: Draft, kind: str) -> int:
         lag = 4
     batches(draft, batch, sync, int(lag or 0))
     draft.put("async.max_version_lag", None if lag is None else int(lag))
-    steps = draft.number("max_steps", default=-1)
-    epochs(draft, steps, draft.number("num_train_epochs", default=3))
+    length(draft, draft.number("max_steps", default=-1), "num_train_epochs", default=3)
     again = draft.take("gradient_checkpointing", default=True)
     draft.ours["train.gradient_checkpointing"] = "full" if again else "none"
     return sync
@@ -192,45 +181,43 @@ def _sizes(draft: Draft, kind: str) -> int:
 def _optimizer(draft: Draft, own: dict[str, Any]) -> None:
     draft.put("train.lr", draft.take("learning_rate", default=own["learning_rate"]))
     name = str(draft.take("lr_scheduler_type", default="linear"))
-    lowest = draft.number("lr_scheduler_kwargs.min_lr_rate")
     draft.ours["train.schedule"] = "constant" if name.startswith("constant") else "cosine"
     if not name.startswith("constant"):
-        draft.ours["train.min_lr_ratio"] = lowest
+        draft.ours["train.min_lr_ratio"] = draft.number("lr_scheduler_kwargs.min_lr_rate")
     if name not in ("cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"):
         draft.differs.append(
             f"lr_scheduler_type: {name} is not a schedule here; cosine to 0 is used"
         )
     ratio, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
     total = draft.ours.get("train.steps")
-    if ratio and not total:
-        draft.fill_in.append(f"train.warmup_steps: {ratio:g} of the steps")
     if 0 < steps < 1:
         ratio, steps = steps, 0
     draft.ours["train.warmup_steps"] = int(steps) or round(ratio * (total or 0))
+    if ratio and not steps and not total:
+        draft.fill("train.warmup_steps", f"it is {ratio:g} of the steps there")
     first = draft.number("adam_beta1", default=0.9)
     draft.ours["train.betas"] = [first, draft.number("adam_beta2", default=0.999)]
 
 
 def _adapters(draft: Draft) -> None:
-    rank = draft.whole("lora_r", default=16)
-    alpha = draft.number("lora_alpha", default=32)
-    targets = draft.take("lora_target_modules", default="all-linear")
-    stable = draft.take("use_rslora")
-    if draft.take("use_peft") or draft.has("lora_r"):
-        draft.ours.update({"train.lora.rank": rank, "train.lora.alpha": alpha})
-        draft.put("train.lora.targets", targets)
-        draft.put("train.lora.use_rslora", stable)
+    if draft.take("use_peft") or (draft.has("lora_r") and not draft.has("use_peft")):
+        draft.ours["train.lora.rank"] = draft.whole("lora_r", default=16)
+        draft.ours["train.lora.alpha"] = draft.number("lora_alpha", default=32)
+        draft.put("train.lora.targets", draft.take("lora_target_modules", default="all-linear"))
+        draft.put("train.lora.use_rslora", draft.take("use_rslora"))
 
 
 def _data(draft: Draft) -> None:
     name = draft.take("dataset_name")
     rest = (draft.take("dataset_config"), draft.take("dataset_train_split", default="train"))
-    draft.take("dataset_test_split")
     template_variables(draft, "chat_template_kwargs")
-    if name is None:
-        return
-    local = str(name).endswith(FILES) or str(name).startswith(("/", "."))
-    keys = zip(("id", "config", "split"), (name, *rest), strict=True)
-    hub = {"kind": "hub"} | {key: str(value) for key, value in keys if value}
-    draft.ours["data.train"] = [{"path": str(name)} if local else hub]
-    draft.fill_in.append("data.prompt and data.answer: the fields of your rows")
+    more = draft.take("load_dataset", "data_files")
+    if name is not None:
+        local = str(name).endswith(FILES) or str(name).startswith(("/", "."))
+        keys = zip(("id", "config", "split"), (name, *rest), strict=True)
+        hub = {"kind": "hub"} | {key: str(value) for key, value in keys if value}
+        draft.ours["data.train"] = [{"path": str(name)} if local else hub]
+    draft.fill_in["data.prompt"] = "the field of your rows that has the prompt"
+    draft.fill_in["data.answer"] = "the field of your rows that has the answer, to be graded"
+    if more is not None:
+        draft.fill_in["data.train"] = f"the script loads {more} of it"

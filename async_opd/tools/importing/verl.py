@@ -1,6 +1,14 @@
 """verl's on-policy distillation: Hydra overrides of ``main_ppo`` and of ``fully_async_main``.
 
-Facts: ``docs/algo/opd.md``, ``verl/trainer/config`` and
+    trainer_mode            a version of the weights has            rollouts run ahead by
+    sync                    train_batch_size / mini batches         nothing, colocated
+    colocate_async          train_batch_size / mini batches         num_warmup_batches, colocated
+    separate_async          parameter_sync_step mini batches        num_warmup_batches
+    fully_async_main        trigger_parameter_sync_step steps       staleness_threshold
+
+Forks before ``distillation`` have ``adv_estimator=opd`` and the teacher in ``ref.model.path``.
+
+Facts: ``docs/algo/opd.md``, ``docs/advance/v1_async_trainer.md``, ``verl/trainer/config`` and
 ``examples/on_policy_distillation_trainer`` of github.com/verl-project/verl, read in November 2026.
 """
 
@@ -11,35 +19,29 @@ from typing import Any
 from async_opd.tools.importing.common import (
     FROZEN,
     batches,
-    epochs,
     evaluation_every,
-    importable,
     joined_files,
+    length,
     log_to,
 )
 from async_opd.tools.importing.draft import Draft
-from async_opd.tools.importing.entries import (
-    ABSENT,
-)
-from async_opd.tools.importing.tables.verl import ACTOR, LOSS, MODEL, ROLLOUT, TEACHERS
 
-ENGINE = {
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "max_model_len": "max_model_len",
-    "max_num_seqs": "max_num_seqs",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "dtype": "dtype",
-    "enforce_eager": "extra.enforce_eager",
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+LOSS, TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
+V1, TRIGGER = "trainer.v1", "async_training.trigger_parameter_sync_step"
+FORK = "actor_rollout_ref.ref.model.path"
+MODES = ("sync", "colocate_async", "separate_async")
+ENGINE = (
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "dtype",
+)
+ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"} | {
+    k: k for k in ("k1", "k2", "k3", "abs")
 }
-ESTIMATORS = {
-    "k1": "k1",
-    "kl": "k1",
-    "k2": "k2",
-    "mse": "k2",
-    "k3": "k3",
-    "low_var_kl": "k3",
-    "abs": "abs",
-}
+CUTS = {"error": "refuse", "left": "truncate_left"}
 TOP_K = {
     "forward_kl_topk": ("forward_kl", "teacher_topk", "ignore"),
     "forward_kl_topk_tail": ("forward_kl", "teacher_topk", "bucket"),
@@ -48,77 +50,122 @@ TOP_K = {
 
 
 def together(draft: Draft) -> None:
-    """Sets what several keys say together."""
+    """Sets what several keys give together."""
     if draft.take("distillation.enabled", default=True) is False:
-        draft.differs.append("distillation is off there: without a teacher there is no run here")
-    sync = _sizes(draft)
+        draft.another.append("no distillation: distillation.enabled is off there")
+    mode = str(draft.take(f"{V1}.trainer_mode", default="sync"))
+    if mode not in MODES:
+        draft.unreadable[f"{V1}.trainer_mode"] = (
+            f"there is no mode {mode!r}: {', '.join(MODES)} are"
+        )
+    sync = _sizes(draft, mode)
     joined_files(draft)
-    _pools(draft)
-    _teachers(draft)
-    _loss(draft)
-    _reward(draft)
+    _pools(draft, mode)
+    if not _fork(draft):
+        _teachers(draft)
+        _loss(draft)
+        _reward(draft)
     _lora(draft)
     _images(draft)
     _evaluation(draft, sync)
     log_to(draft, draft.take("trainer.logger", default=["console", "wandb"]))
     draft.put("data.answer", "reward_model.ground_truth")
-    overlong = draft.take("data.filter_overlong_prompts", default=False)
-    cut = draft.take("data.truncation", default="error")
-    names = {"error": "refuse", "left": "truncate_left"}
-    draft.put(
-        "data.overlong", importable("data.overlong", "filter" if overlong else names.get(str(cut)))
-    )
+    if draft.take("data.filter_overlong_prompts", default=False):
+        draft.put("data.overlong", "filter")
+    else:
+        cut = str(draft.take("data.truncation", default="error"))
+        draft.put("data.overlong", CUTS.get(cut))
+        if cut not in CUTS:
+            draft.unreadable["data.truncation"] = f"a prompt is not cut at its {cut} here"
     for key in (f"{ACTOR}.use_kl_loss", f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward"):
         if draft.take(key):
             draft.differs.append(f"{key}: there is no such term in the loss here")
 
 
-def _sizes(draft: Draft) -> int:
+def _sizes(draft: Draft, mode: str) -> int:
     """Batch and staleness; returns the optimizer steps of a weight version."""
     n = draft.whole(f"{ROLLOUT}.n", default=1)
+    draft.put("rollout.n", n)
     mini = draft.count(f"{ACTOR}.ppo_mini_batch_size", default=256)
-    whole = draft.whole("data.train_batch_size", default=1024)
-    trigger = draft.given("async_training.trigger_parameter_sync_step")
+    trigger = draft.given(TRIGGER)
     threshold = draft.number("async_training.staleness_threshold")
-    partial = draft.take("async_training.partial_rollout")
-    require = draft.whole("async_training.require_batches", default=1)
-    sync = max(int(trigger or 1) * require if trigger else whole // mini, 1)
+    if trigger:
+        require = draft.whole("async_training.require_batches", default=1)
+        if require > 1:
+            draft.differs.append(
+                "async_training.require_batches: each mini-batch is a separate optimizer step here"
+            )
+        sync = int(trigger) * require
+    else:
+        every = draft.given(f"{V1}.{mode}.parameter_sync_step")
+        sync = int(every or draft.whole("data.train_batch_size", default=1024) // mini)
+    if mode in MODES[1:]:
+        threshold = draft.number(f"{V1}.{mode}.num_warmup_batches", default=1)
+        _versions(draft)
+    sync = max(sync, 1)
     batches(draft, mini * n, sync, threshold)
-    if partial is False:
+    if draft.take("async_training.partial_rollout") is False:
         draft.put("async.on_sync", "finish")
-    if require > 1:
-        draft.differs.append(
-            "async_training.require_batches: each mini-batch is a separate optimizer step here"
-        )
     tokens = draft.whole(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384)
     parallel = draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", default=1)
+    draft.put("train.context_parallel", parallel)
     draft.put("train.tokens_per_micro_batch", tokens * parallel)
-    steps = draft.given("trainer.total_training_steps")
-    epochs(
-        draft,
-        steps and int(steps) * (1 if trigger else sync),  # a step there has several updates
-        draft.number("trainer.total_epochs", "rollout.total_epochs", default=30),
-    )
     rollouts = draft.given("rollout.total_rollout_steps")
     if rollouts:
-        draft.ours.pop("train.epochs", None)
         draft.put("train.steps", max(int(rollouts) // mini, 1))
+        return sync
+    steps = draft.given("trainer.total_training_steps")
+    each = 1 if trigger else sync  # otherwise a step there has several updates
+    length(
+        draft, steps and steps * each, "trainer.total_epochs", "rollout.total_epochs", default=30
+    )
     return sync
 
 
-def _pools(draft: Draft) -> None:
+def _versions(draft: Draft) -> None:
+    """How stale a sample may be where rollouts run ahead."""
+    lag = draft.whole(f"{V1}.sampler.max_off_policy_threshold", default=8)
+    draft.put("async.max_version_lag", lag)
+    strategy = draft.take(f"{V1}.sampler.max_off_policy_strategy", default="drop")
+    draft.differs.append(
+        f"a sample beyond max_off_policy_threshold: {strategy} there, sampled again here"
+    )
+
+
+def _pools(draft: Draft, mode: str) -> None:
     ranks = draft.whole("trainer.n_gpus_per_node", default=8) * draft.whole(
         "trainer.nnodes", default=1
     )
     draft.put("train.ranks", ranks)
     parallel = draft.count(f"{ROLLOUT}.tensor_model_parallel_size", default=2)
-    own = draft.given("rollout.n_gpus_per_node")
-    if draft.take("actor_rollout_ref.hybrid_engine", default=True) is False or own:
-        gpus = int(own or ranks) * draft.whole("rollout.nnodes", default=1)
+    draft.ours["rollout.tensor_parallel"] = parallel
+    place = ROLLOUT if mode == "separate_async" else "rollout"
+    own = draft.given(f"{place}.n_gpus_per_node")
+    separate = draft.take("actor_rollout_ref.hybrid_engine", default=True) is False
+    if separate or own or mode == "separate_async":
+        gpus = int(own or ranks) * draft.whole(f"{place}.nnodes", default=1)
+        draft.put("rollout.placement", "dedicated")
         draft.put("rollout.replicas", max(gpus // parallel, 1))
         return
     draft.ours.update({"rollout.placement": "colocated", "rollout.with": "train"})
     draft.put("rollout.replicas", max(ranks // parallel, 1))
+
+
+def _fork(draft: Draft) -> bool:
+    """Whether the run is that of a fork with its teacher in place of the reference model."""
+    estimator = draft.take("algorithm.adv_estimator", default="grpo")
+    if any(key.startswith("distillation.teacher") for key in draft.theirs) or estimator != "opd":
+        return False
+    draft.give("teachers.teacher.model", FORK)
+    draft.fill("loss.kind", "verl has no adv_estimator=opd, a fork has it: see how it estimates "
+               "the divergence (k1: the log-ratio of the sampled token)")  # fmt: skip
+    if draft.below("algorithm.opd_text_splitter"):
+        draft.another.append(
+            "cross-tokenizer: algorithm.opd_text_splitter aligns the texts of two vocabularies "
+            "there; here student and teacher have one"
+        )
+    draft.take("algorithm.opd_text_splitter.name")
+    return True
 
 
 def _teachers(draft: Draft) -> None:
@@ -128,73 +175,87 @@ def _teachers(draft: Draft) -> None:
         draft.differs.append(
             "teacher_model: verl leaves it out beside named teachers; so does this"
         )
-    pool = draft.whole("distillation.n_gpus_per_node", "distillation.teacher_model.n_gpus_per_node")
-    nodes = draft.whole("distillation.nnodes", "distillation.teacher_model.nnodes", default=1)
-    if draft.has("distillation.teacher_model.model_path"):  # before verl had several teachers
-        _teacher(draft, "distillation.teacher_model", "teacher", pool * nodes)
-        draft.take("distillation.teacher_model.enable_resource_pool")
+    shared = draft.take("distillation.teacher_execution") == "trainer"
+    places = ("distillation", "distillation.teacher_model")
+    if draft.take(*(f"{one}.enable_resource_pool" for one in places)) is False or shared:
+        draft.differs.append(
+            "teachers share the trainer's GPUs there (enable_resource_pool, teacher_execution); "
+            "here they have dedicated GPUs"
+        )
+    old = "distillation.teacher_model"
+    if draft.has(f"{old}.model_path"):  # before verl had several teachers
+        _teacher(draft, old, "teacher", alone=True)
     for name in several or names:
-        alone = len(several) <= 1 and not several
-        _teacher(draft, f"{TEACHERS}.{name}", "teacher" if alone else name, alone and pool * nodes)
+        _teacher(draft, f"{TEACHERS}.{name}", name if several else "teacher", not several)
 
 
-def _teacher(draft: Draft, theirs: str, name: str, gpus: int) -> None:
-    """One teacher; ``gpus`` of the whole pool if it is the only one."""
+def _teacher(draft: Draft, theirs: str, name: str, alone: bool) -> None:
+    """One teacher, which has the whole pool if it is ``alone``."""
     ours = f"teachers.{name}"
-    draft.ours[f"{ours}.model"] = draft.take(f"{theirs}.model_path")
-    key = draft.take(f"{theirs}.key")
-    draft.take(f"{theirs}.inference.name")
-    if key is not None:
+    if not draft.give(f"{ours}.model", f"{theirs}.model_path"):
+        draft.fill(f"{ours}.model", "the file does not give it: write a directory or a hub id")
+    if (key := draft.take(f"{theirs}.key")) is not None:
         draft.ours[f"{ours}.sources"] = [key]
     parallel = draft.count(f"{theirs}.inference.tensor_model_parallel_size", default=2)
-    replicas = draft.whole(f"{theirs}.num_replicas") or max(int(gpus or parallel) // parallel, 1)
-    draft.ours[f"{ours}.tensor_parallel"], draft.ours[f"{ours}.replicas"] = parallel, replicas
-    draft.take(f"{theirs}.inference.gpu_memory_utilization")
-    for one, engine in ENGINE.items():
-        value = draft.take(f"{theirs}.inference.{one}")
-        if value not in (None, False) and one != "gpu_memory_utilization":
-            draft.ours[f"{ours}.engine.{engine}"] = value
+    replicas = draft.whole(f"{theirs}.num_replicas")
+    if alone and not replicas:
+        places = ("distillation", "distillation.teacher_model")
+        gpus = draft.whole(*(f"{one}.n_gpus_per_node" for one in places))
+        gpus *= draft.whole(*(f"{one}.nnodes" for one in places), default=1)
+        replicas = gpus // parallel
+    draft.ours[f"{ours}.tensor_parallel"], draft.ours[f"{ours}.replicas"] = (
+        parallel,
+        max(replicas, 1),
+    )
+    draft.gives(f"{theirs}.key", f"{ours}.sources")
+    draft.gives(f"{theirs}.num_replicas", f"{ours}.replicas")
+    size = f"{theirs}.inference.tensor_model_parallel_size"
+    draft.gives(size, f"{ours}.tensor_parallel", f"{ours}.replicas")
+    for one in ENGINE:
+        draft.give(f"{ours}.engine.{one}", f"{theirs}.inference.{one}")
+    if (
+        draft.give(f"{ours}.engine.extra.enforce_eager", f"{theirs}.inference.enforce_eager")
+        is False
+    ):
+        del draft.ours[f"{ours}.engine.extra.enforce_eager"]
 
 
 def _loss(draft: Draft) -> None:
     mode = str(draft.take(f"{LOSS}.loss_mode", default="k3"))
     gradient = bool(draft.take(f"{LOSS}.use_policy_gradient", default=False))
-    clamp, floor = draft.take(f"{LOSS}.loss_max_clamp"), draft.take(f"{LOSS}.log_prob_min_clamp")
-    top = draft.take(f"{LOSS}.topk", default=32)
-    if mode in TOP_K:
-        kind, support, tail = TOP_K[mode]
-        draft.ours.update({"loss.kind": kind, "loss.support": support, "loss.top_k": top})
-        draft.ours["loss.tail"] = tail
-        if gradient:
-            draft.differs.append(
-                f"{LOSS}.use_policy_gradient with {mode} trains on the sampled token alone there: "
-                "here the whole support is differentiated"
-            )
-    elif mode == "jsd":
-        draft.ours.update({"loss.kind": "jsd", "loss.support": "teacher_topk"})
-        draft.ours.update({"loss.top_k": top, "loss.tail": "ignore"})
+    if mode in TOP_K or mode == "jsd":
+        kind, support, tail = TOP_K.get(mode, ("jsd", "teacher_topk", "ignore"))
+        draft.ours.update({"loss.kind": kind, "loss.support": support, "loss.tail": tail})
+        draft.ours["loss.top_k"] = draft.take(f"{LOSS}.topk", default=32)
+    if mode == "jsd":
         draft.put("loss.beta", draft.take(f"{LOSS}.jsd_beta"))
-    else:
+    elif mode not in TOP_K:
         _estimator(draft, mode, gradient)
-    _clamps(draft, mode, gradient, clamp, floor)
+    elif gradient:
+        draft.differs.append(
+            f"{LOSS}.use_policy_gradient with {mode} trains on the sampled token alone there: "
+            "here the whole support is differentiated"
+        )
+    _clamps(draft, mode, gradient)
 
 
 def _estimator(draft: Draft, mode: str, gradient: bool) -> None:
     kind = ESTIMATORS.get(mode)
     if kind is None:
-        draft.unmapped[f"{LOSS}.loss_mode"] = f"there is no objective {mode!r} here"
+        draft.unreadable[f"{LOSS}.loss_mode"] = f"there is no objective {mode!r} here"
         return
     draft.ours["loss.kind"] = kind
     if kind == "k1" and not gradient:
         draft.differs.append(f"{mode} without a policy gradient does not distil: one is used here")
-    if kind != "k1" and gradient:
-        draft.ours["loss.gradient"] = "policy_gradient"
+    if kind != "k1":
+        draft.put("loss.gradient", "policy_gradient" if gradient else None)
     if kind == "k3" and not gradient:
         draft.differs.append("k3 is bounded to [-10, 10] there, which removes gradients: not here")
 
 
-def _clamps(draft: Draft, mode: str, gradient: bool, clamp: Any, floor: Any) -> None:
+def _clamps(draft: Draft, mode: str, gradient: bool) -> None:
     kind = draft.ours.get("loss.kind")
+    clamp, floor = draft.take(f"{LOSS}.loss_max_clamp"), draft.take(f"{LOSS}.log_prob_min_clamp")
     if clamp is not None:
         if gradient or mode in TOP_K:
             draft.ours["loss.clamp"] = clamp
@@ -213,66 +274,55 @@ def _clamps(draft: Draft, mode: str, gradient: bool, clamp: Any, floor: Any) -> 
 
 
 def _reward(draft: Draft) -> None:
-    clips = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-    low, high, dual = (
-        draft.take(f"{ACTOR}.{name}", f"{ACTOR}.clip_ratio")
-        if name != "clip_ratio_c"
-        else draft.take(f"{ACTOR}.{name}")
-        for name in clips
-    )
-    std = draft.take("algorithm.norm_adv_by_std_in_grpo", default=True)
-    coefficient = draft.take(f"{LOSS}.distillation_loss_coef", default=1.0)
-    if not draft.take(
-        f"{LOSS}.use_task_rewards", "distillation.distillation_loss.use_policy_loss", default=True
-    ):
+    if not draft.take(f"{LOSS}.use_task_rewards", f"{LOSS}.use_policy_loss", default=True):
         return
     if draft.whole(f"{ROLLOUT}.n", default=1) < 2:
         draft.differs.append(f"{LOSS}.use_task_rewards: a group of one has no advantage: no reward")
         return
-    draft.put("loss.weight", coefficient)
-    draft.ours["reward.grader"] = "math_verify"
-    draft.fill_in.append("reward.grader: verl chose a grader by each row's data_source")
-    values = {"clip_low": low, "clip_high": high, "dual_clip": dual}
-    draft.ours.update({f"reward.{one}": v for one, v in values.items() if v is not None})
-    if not std:
+    clip = f"{ACTOR}.clip_ratio"
+    values = {
+        "loss.weight": draft.take(f"{LOSS}.distillation_loss_coef", default=1.0),
+        "reward.clip_low": draft.take(f"{clip}_low", clip),
+        "reward.clip_high": draft.take(f"{clip}_high", clip),
+        "reward.dual_clip": draft.take(f"{clip}_c"),
+    }
+    for key, value in values.items():
+        draft.put(key, value)
+    draft.fill("reward.grader", "verl chose a grader by each row's data_source")
+    if not draft.take("algorithm.norm_adv_by_std_in_grpo", default=True):
         draft.ours["reward.normalize"] = "none"
 
 
 def _lora(draft: Draft) -> None:
     rank = draft.whole(f"{MODEL}.lora_rank")
-    alpha, targets = (
-        draft.take(f"{MODEL}.lora_alpha", default=16),
-        draft.take(f"{MODEL}.target_modules", default="all-linear"),
-    )
     if rank > 0:
-        draft.ours.update({"train.lora.rank": rank, "train.lora.alpha": alpha})
-        draft.put("train.lora.targets", targets)
+        draft.ours["train.lora.rank"] = rank
+        draft.ours["train.lora.alpha"] = draft.take(f"{MODEL}.lora_alpha", default=16)
+        draft.put("train.lora.targets", draft.take(f"{MODEL}.target_modules", default="all-linear"))
 
 
 def _images(draft: Draft) -> None:
     """Settings of the student's image processor, and whether its tower is trained."""
     key = "data.mm_processor_kwargs"
     whole = draft.take(key)
-    given = dict(whole) if isinstance(whole, dict) else {}
+    given: dict[str, Any] = dict(whole) if isinstance(whole, dict) else {}
     given |= {name: draft.take(f"{key}.{name}") for name in draft.below(key)}
     if given:
-        draft.put("student.processor_kwargs", importable("student.processor_kwargs", given))
+        draft.put("student.processor_kwargs", given)
         draft.differs.append(
             f"{key}: a VLM teacher has separate processor_kwargs, which are not written"
         )
     if draft.take(f"{ACTOR}.freeze_vision_tower", default=False) is True:
-        draft.put("train.freeze", importable("train.freeze", FROZEN))
+        draft.put("train.freeze", FROZEN)
 
 
 def _evaluation(draft: Draft, sync: int) -> None:
-    sampled = draft.take(f"{ROLLOUT}.val_kwargs.do_sample", default=False)
-    answers = draft.whole(f"{ROLLOUT}.val_kwargs.n", default=1)
-    temperature = draft.number(f"{ROLLOUT}.val_kwargs.temperature")
-    draft.put("eval.temperature", temperature if sampled else ABSENT)
-    draft.put("eval.n", answers if sampled else ABSENT)
-    before = draft.take("trainer.val_before_train", default=True)
-    draft.put("eval.before", before)
-    every = draft.number("trainer.test_freq", "rollout.test_freq", default=-1)
+    if draft.take(f"{ROLLOUT}.val_kwargs.do_sample", default=False):
+        draft.put("eval.temperature", draft.number(f"{ROLLOUT}.val_kwargs.temperature"))
+        draft.put("eval.n", draft.whole(f"{ROLLOUT}.val_kwargs.n", default=1))
+    draft.put("eval.before", draft.take("trainer.val_before_train", default=True))
     # without the trigger a step there makes one weight version, however many updates it has
-    each = sync if draft.has("async_training.trigger_parameter_sync_step") else 1
-    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), each)
+    each = sync if draft.has(TRIGGER) else 1
+    evaluation_every(
+        draft, ("trainer.test_freq", "rollout.test_freq"), ("trainer.save_freq",), each
+    )

@@ -87,7 +87,7 @@ TEXTS = [
 def config_of(path: Path, folder: Path) -> RunConfig:
     """The config that a file is imported as."""
     target = folder / "imported.yaml"
-    target.write_text(imported(path).replace("${DATA_PATH}", "data"))
+    target.write_text(imported(path)[1].replace("${DATA_PATH}", "data"))
     return load_config(target)
 
 

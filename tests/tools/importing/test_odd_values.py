@@ -6,22 +6,11 @@ from typing import Any
 
 import pytest
 
-from async_opd.tools.importing.common import finish
-from async_opd.tools.importing.draft import Draft
-from async_opd.tools.importing.frameworks import FRAMEWORKS, Framework
+from async_opd.tools.importing.frameworks import FRAMEWORKS, drafted
 
 ODD: list[Any] = ["${VAR}", "", "abc", None, 0, -1, float("inf"), float("nan"), [], ["x"], True]
 BASES: list[dict[str, Any]] = [{}, {"pipeline.scheduling_mode": "fully_async"}]
 BASES += [{"trainer.optim.scheduler": "cosine", "trainer.scheduler.type": "cosine"}]
-
-
-def drafted(framework: Framework, keys: dict[str, Any]) -> Draft:
-    draft = Draft(keys)
-    draft.apply(framework.table)
-    framework.together(draft)
-    finish(draft)
-    draft.finish(framework.table)
-    return draft
 
 
 @pytest.mark.slow

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_opd.tools.importing.draft import Draft
+import pytest
+
+from async_opd.tools.importing.draft import Draft, Expression
 from async_opd.tools.importing.frameworks import FRAMEWORKS
+from async_opd.tools.importing.frameworks import drafted as of_framework
 
 MEGATRON = "policy.megatron_cfg"
 
 
 def drafted(name: str = "nemo-rl", **keys: Any) -> Draft:
-    draft = Draft({key.replace("__", "."): value for key, value in keys.items()})
-    draft.apply(FRAMEWORKS[name].table)
-    FRAMEWORKS[name].together(draft)
-    draft.finish(FRAMEWORKS[name].table)
-    return draft
+    return of_framework(FRAMEWORKS[name], {k.replace("__", "."): v for k, v in keys.items()})
 
 
 TWO_UPDATES = {"distillation.num_prompts_per_step": 128, "policy.train_global_batch_size": 64}
@@ -64,10 +63,10 @@ def test_text_that_is_added_to_each_prompt_there_is_named() -> None:
     draft = drafted(
         **{"data.default.prompt_file": "cot.txt", "data.default.system_prompt_file": None}
     )
-    assert [line for line in draft.fill_in if "prompt_file" in line] == [
-        "data.train: NeMo-RL puts each problem into the text of cot.txt (prompt_file): your "
-        "prompts have to have it"
-    ]
+    assert draft.fill_in["data.train"] == (
+        "NeMo-RL puts each problem into the text of cot.txt (prompt_file): write a file whose "
+        "prompts have it"
+    )
 
 
 def test_a_step_of_asyncopd_with_two_updates_is_one_weight_version_in_all_periods() -> None:
@@ -96,3 +95,42 @@ def test_an_import_of_quantized_rollouts_says_that_their_weights_are_not_proved(
     assert any("nothing proves" in line for line in draft.differs)
     plain = drafted("asyncopd", **{"rollout.quantization": None})
     assert "sync.verify_every" not in plain.ours
+
+
+def test_verls_colocated_asynchronous_trainer_runs_ahead_by_its_first_batches() -> None:
+    mode = {"trainer.v1.trainer_mode": "colocate_async"}
+    ours = drafted("verl", **mode, **{"trainer.v1.colocate_async.num_warmup_batches": 2}).ours
+    assert (ours["rollout.placement"], ours["async.staleness_threshold"]) == ("colocated", 2)
+    assert ours["async.max_version_lag"] == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "ours"),
+    [
+        ("verl", "trainer.v1.trainer_mode", "another", "async.staleness_threshold"),
+        ("verl", "data.train_batch_size", "${BATCH}", "async.sync_steps"),
+        ("verl", "actor_rollout_ref.actor.ppo_mini_batch_size", 0, "train.batch_size"),
+        ("verl", "actor_rollout_ref.actor.optim.lr_scheduler_type", "linear", "train.schedule"),
+        ("verl", "distillation.distillation_loss.loss_mode", "another", "loss.kind"),
+        ("verl", "data.truncation", "middle", "data.overlong"),
+        ("nemo-rl", "loss_fn.kl_type", "another", "loss.kind"),
+        ("asyncopd", "algorithm.opd.kl_loss_mode", "another", "loss.kind"),
+        ("trl", "save_strategy", "epoch", "checkpoint.every"),
+        ("trl", "learning_rate", Expression("rate()"), "train.lr"),
+        ("trl", "max_steps", Expression("steps()"), "train.steps"),
+    ],
+)
+def test_a_value_that_has_no_counterpart_is_a_placeholder(
+    name: str, key: str, value: Any, ours: str
+) -> None:
+    draft = drafted(name, **{key: value})
+    assert draft.ours[ours] == "FILL_IN"
+    assert key in draft.fill_in[ours]
+    assert key in draft.unmapped
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_file_that_names_no_teacher_has_a_placeholder_for_it(name: str) -> None:
+    draft = drafted(name, **{"model_name_or_path": "s", "model.name": "s", "seed": 1})
+    assert draft.ours["teachers.teacher.model"] == "TEACHER"
+    assert "teachers.teacher.model" in draft.fill_in

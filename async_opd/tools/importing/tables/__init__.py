@@ -1,1 +1,0 @@
-"""One table for each framework: every key that it knows, and what becomes of it."""
