@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -16,10 +17,14 @@ from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import indented
 from async_opd.models import torchvision_operators, unasked
-from async_opd.processes.output import write_stderr
+from async_opd.processes.output import has_reader, write_stderr
 
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted by a signal"
+OK, FAILED, BAD_INPUT, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
+"""Exit codes. ``NO_READER`` is that of a process which SIGPIPE ends, as a shell reports it."""
+EXIT_CODES = (
+    "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted, 141 output closed"
+)
+MOST_KEYS = 3
 BUG = f""", which is a bug of async_opd {__version__}
     → report it with the lines above, the command and the config"""
 PANIC = "PanicException"
@@ -41,43 +46,57 @@ ends the run with a checkpoint, a second SIGINT ends it at once.
 
   async_opd run config.yaml
   async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6
-  async_opd run config.yaml --run-dir runs/lr6 --resume
+  async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6 --resume
 """
-COMMANDS = {
-    "run": ("cli:add_run", "train the student of a config"),
-    "check": ("tools.check:add_check", "check a config and its inputs without starting anything"),
-    "plan": ("tools.plan.command:add_plan", "predict throughput and staleness, advise sizes"),
-    "init": ("tools.first_steps.command:add_init", "write a first config"),
-    "quickstart": (
-        "tools.first_steps.command:add_quickstart",
-        "train a first run, on models and data that come along",
-    ),
-    "completion": (
-        "tools.first_steps.command:add_completion",
-        "print a shell's completion script",
-    ),
-    "doctor": ("tools.doctor.command:add_doctor", "examine what a run would meet here"),
-    "probe": (
-        "tools.probe.command:add_probe",
-        "measure whether the teachers will teach the student",
-    ),
-    "watch": ("tools.watch:add_watch", "show a run that runs elsewhere"),
-    "report": ("tools.report.command:add_report", "write report.html of a run"),
-    "compare": ("tools.report.command:add_compare", "compare several runs"),
-    "inspect": ("tools.inspecting.command:add_inspect", "show the tokens of a sample"),
-    "dashboard": (
-        "tools.dashboard:add_dashboard",
-        "save a wandb workspace for the runs of a project",
-    ),
-    "eval": ("tools.evaluate:add_eval", "evaluate a model alone"),
-    "export": ("tools.export:add_export", "write a trained student"),
-    "import": (
-        "tools.importing.command:add_import",
-        "turn a run of verl, TRL, prime-rl … into a config",
-    ),
-    "replay": ("tools.replay.command:add_replay", "compute a step again"),
+GROUPS = {
+    "start": {
+        "quickstart": (
+            "tools.first_steps.command:add_quickstart",
+            "train a first run, on models and data that come along",
+        ),
+        "init": ("tools.first_steps.command:add_init", "write a first config"),
+        "import": (
+            "tools.importing.command:add_import",
+            "turn a run of verl, TRL, prime-rl … into a config",
+        ),
+        "completion": (
+            "tools.first_steps.command:add_completion",
+            "print a shell's completion script",
+        ),
+    },
+    "before": {
+        "check": ("tools.check:add_check", "check a config and its inputs; starts nothing"),
+        "doctor": ("tools.doctor.command:add_doctor", "examine what a run would meet here"),
+        "probe": (
+            "tools.probe.command:add_probe",
+            "measure whether the teachers will teach the student",
+        ),
+        "plan": ("tools.plan.command:add_plan", "predict throughput and staleness, advise sizes"),
+    },
+    "run": {
+        "run": ("cli:add_run", "train the student of a config"),
+        "watch": ("tools.watch:add_watch", "show a run that runs elsewhere"),
+    },
+    "after": {
+        "report": ("tools.report.command:add_report", "write report.html of a run"),
+        "compare": ("tools.report.command:add_compare", "compare several runs"),
+        "eval": ("tools.evaluate:add_eval", "evaluate a model alone"),
+        "export": ("tools.export:add_export", "write a trained student"),
+    },
+    "deeper": {
+        "inspect": ("tools.inspecting.command:add_inspect", "show the tokens of a sample"),
+        "replay": ("tools.replay.command:add_replay", "compute a step again"),
+        "dashboard": (
+            "tools.dashboard:add_dashboard",
+            "save a wandb workspace for the runs of a project",
+        ),
+    },
 }
-"""Each command's function that adds its arguments to its parser, and its line in the help."""
+"""Each command's function that adds its arguments to its parser, and its line in the help.
+
+The groups and their commands are in the order of use.
+"""
+COMMANDS = {name: added for group in GROUPS.values() for name, added in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,25 +106,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     torchvision_operators.install()
     unasked.never_ask()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # such as → where the encoding is ascii
     words = sys.argv[1:] if argv is None else argv
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions (async_opd completion)
         import argcomplete
 
         argcomplete.autocomplete(parser())
+    try:
+        try:
+            return _exit_code(_parsed(words))
+        finally:
+            if sys.stdout is not None:  # as where the shell has closed it
+                sys.stdout.flush()
+    except OSError as error:  # of standard output, which Python would flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return NO_READER
+        write_stderr(f"failed: {error}: is standard output full or closed?")
+        return FAILED
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments with all overrides; argparse ends the process for those that are wrong."""
     known = parser(next((word for word in words if word in COMMANDS), ""))
     arguments, rest = known.parse_known_args(words)
     for text in rest:  # argparse leaves over the overrides that follow an option
         if text.startswith("-") or "overrides" not in arguments:
-            known.error(Redactor()(f"unrecognized arguments: {text}"))
+            hint = _as_override(text) if "overrides" in arguments else ""
+            known.error(Redactor()(f"unrecognized arguments: {text}{hint}"))
     if "overrides" in arguments:
         arguments.overrides = [*arguments.overrides, *rest, *getattr(arguments, "set", [])]
     arguments.redacted = Redactor()
+    return arguments
+
+
+def _as_override(option: str) -> str:
+    """The config keys that an unknown option may mean: ``--steps`` is ``--set train.steps=…``."""
+    from async_opd.config.keys import all_keys
+
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    keys = [key for key in all_keys() if f".{key}".endswith(f".{name}")][:MOST_KEYS]
+    return f" (did you mean {' or '.join(f'--set {key}=…' for key in keys)}?)" if keys else ""
+
+
+def _exit_code(arguments: argparse.Namespace) -> int:
+    """Runs a command. OSError if standard output cannot be written any more."""
     try:
         return int(arguments.command(arguments))
     except ConfigError as error:
         write_stderr(indented(arguments.redacted(str(error))))
         return BAD_INPUT
     except (AsyncOPDError, OSError) as error:  # raised before the run had opened its run.log
+        if isinstance(error, BrokenPipeError) and not has_reader(sys.stdout):
+            raise
         write_stderr(indented(arguments.redacted(f"failed: {error}")))
         return FAILED
     except KeyboardInterrupt:
@@ -118,19 +172,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of descriptions, and lists commands by their groups."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Adds an argument; the one that names the command as a section for each group."""
+        if not isinstance(action, argparse._SubParsersAction):
+            super().add_argument(action)
+            return
+        listed = {one.dest: one for one in action._get_subactions()}
+        for title, group in GROUPS.items():
+            self.start_section(title)
+            for name in group:
+                super().add_argument(listed[name])
+            self.end_section()
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose help keeps the line breaks of its description, and ends with EXIT_CODES."""
+    """A parser whose help ends with EXIT_CODES."""
 
     def __init__(self, **options: Any) -> None:
-        shown = argparse.RawDescriptionHelpFormatter
-        super().__init__(**options, formatter_class=shown, epilog=EXIT_CODES)
+        super().__init__(**options, formatter_class=_Help, epilog=EXIT_CODES)
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; with ``command`` only that one's arguments are loaded."""
     root = _Parser(prog="async_opd", description=ABOUT)
     root.add_argument("--version", action="version", version=f"async_opd {__version__}")
-    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    commands = root.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for name, (place, about) in COMMANDS.items():
         sub = commands.add_parser(name, help=about)
         if command in (None, name):
@@ -171,9 +240,3 @@ def _run(arguments: argparse.Namespace) -> int:
     from async_opd.run import run
 
     return run(ready, arguments.resume)
-
-
-if __name__ == "__main__":
-    if not sys.flags.safe_path:
-        sys.path.pop(0)  # the working directory, which python -m puts there
-    sys.exit(main())

@@ -3,19 +3,16 @@
 completed → 0        failed → 1        SIGINT or SIGTERM → checkpoint, model, interrupted → 130
 
 With ``resume`` the run continues after the newest complete checkpoint.
-
-The run lock lets one process at a time work in a run directory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,56 +48,33 @@ from async_opd.core.errors import (
     ConfigError,
     GuardrailExceeded,
     HeadLost,
-    Problem,
     ProcessDied,
     StageError,
     first_cause,
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
+from async_opd.files.foreign import foreign, number_of
+from async_opd.files.lines import json_object
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
-from async_opd.files.safe_open import FOLDER_MODE, private_files, write_atomically
+from async_opd.files.safe_open import private_files, write_atomically
 from async_opd.job import Job
 from async_opd.models.tokenizer import Text
 from async_opd.observability.live.console import open_console
-from async_opd.observability.live.live_file import LiveFile
+from async_opd.observability.live.live_file import LiveFile, read_live
+from async_opd.observability.next_commands import resume_command
 from async_opd.observability.run_log import SUMMARY, RunLog
 from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
 from async_opd.prepare import Prepared
+from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training, reading_of
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.own_loop import run_to_end
 
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Holds the lock of the folder. ConfigError if another process holds it.
-
-    The kernel releases the lock when the process ends, also by a signal. On a file system without
-    locks every process holds it.
-    """
-    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):
-            _lock(handle, folder)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, folder: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        message = f"another process runs in {folder}"
-        remedy = "wait until it ends, or choose another --run-dir"
-        raise ConfigError([Problem("command line", "run_dir", message, remedy)]) from None
 
 
 def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> int:
@@ -145,6 +119,7 @@ def _run_in(
     """Runs in a directory whose run lock is held. ``notes`` become messages."""
     config, inputs = ready.config, ready.inputs
     start = _start(config, inputs, run_dir, resume, notes.append)
+    earlier_s = _seconds_of(run_dir) if resume else 0.0
     write_run_format(run_dir)
     (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
     _describe(run_dir, config, inputs)
@@ -154,9 +129,10 @@ def _run_in(
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
     mirror = Mirror.of(config, run_dir)
-    sinks = [*_viewers(config, run_dir), *viewers, *([] if mirror is None else [mirror])]
+    sinks = [*_viewers(config, run_dir, earlier_s), *viewers]
+    sinks += [] if mirror is None else [mirror]
     with (
-        RunLog(config, run_dir, before=before, viewers=sinks) as log,
+        RunLog(config, run_dir, before=before, viewers=sinks, earlier_s=earlier_s) as log,
         Journal(run_dir / LEDGER, size) as journal,
     ):
         if mirror is not None:
@@ -167,10 +143,21 @@ def _run_in(
         return run_to_end(_run(job), uvloop.new_event_loop)
 
 
-def _viewers(config: RunConfig, run_dir: Path) -> list[Sink]:
+def _seconds_of(run_dir: Path) -> float:
+    """Seconds of the parts of a run so far, by its summary; of a killed one by its live file."""
+    with suppress(OSError):
+        summary = json_object((foreign(run_dir) / SUMMARY).read().decode(errors="replace")) or {}
+        if (seconds := number_of(summary.get("seconds"))) is not None:
+            return max(seconds, 0.0)
+    live = read_live(run_dir)
+    return 0.0 if live is None else max(live.elapsed_s, 0.0)
+
+
+def _viewers(config: RunConfig, run_dir: Path, earlier_s: float) -> list[Sink]:
     """The sinks for viewers: ``async_opd watch``, and the console of the config."""
-    console = open_console(config)
-    return [LiveFile(run_dir), *([] if console is None else [console])]
+    console = open_console(config, time.time, None, earlier_s)
+    live = LiveFile(run_dir, earlier_s=earlier_s)
+    return [live, *([] if console is None else [console])]
 
 
 def _start(
@@ -186,7 +173,7 @@ def _start(
         return None
     start = store.newest(notify)
     if start is None:
-        notify(f"{store.folder} holds no checkpoint: the run starts from the beginning")
+        notify(f"{run_dir} has no checkpoint: the run starts from the beginning")
         return None
     refuse_changes(start.config, identity(config, inputs.checked))
     refuse_impossible(start.cut, config)
@@ -199,25 +186,29 @@ class _Outcome:
     """How a run has ended. ``error`` is its first failure, which outranks a later signal."""
 
     log: RunLog
+    run_dir: Path
     error: Exception | None = None
 
     def finish(self, error: BaseException) -> int:
         """The exit code, after the log is finished."""
-        status, words, code = _exit_status(self.error or error)
+        status, words, code = _exit_status(self.error or error, self.run_dir)
         self.log.finish(status, words)
         return code
 
     def give_up(self, why: str) -> int:
         """The exit code of a process that is ended: see SignalHandler."""
-        status, words, code = _exit_status(self.error or asyncio.CancelledError())
-        self.log.give_up(status, f"{words}; {why}" if self.error else why)
+        cause = self.error or asyncio.CancelledError(why)
+        status, words, code = _exit_status(cause, self.run_dir)
+        self.log.give_up(status, f"{words}; {why}" if self.error else words)
         return code
 
 
-def _exit_status(error: BaseException) -> tuple[Status, str, int]:
-    """Status, words and exit code of a run that ended with an error or by a signal."""
+def _exit_status(error: BaseException, run_dir: Path) -> tuple[Status, str, int]:
+    """Status, words and exit code of a run that an error or a signal has ended."""
     if isinstance(error, asyncio.CancelledError):
-        return "interrupted", "by a signal", INTERRUPTED
+        words = str(error) or "a signal ended the run"
+        remedy = f"continue it: {resume_command(run_dir)}"
+        return "interrupted", f"{words}\n    → {remedy}", INTERRUPTED
     if isinstance(error, AsyncOPDError):
         return "failed", str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED
     cause = first_cause(error)
@@ -225,7 +216,7 @@ def _exit_status(error: BaseException) -> tuple[Status, str, int]:
 
 
 async def _run(job: Job) -> int:
-    log, outcome = job.log, _Outcome(job.log)
+    log, outcome = job.log, _Outcome(job.log, job.run_dir)
     work = asyncio.create_task(_distil(job, outcome))
     signals = SignalHandler(work, job.config.shutdown.grace_s, outcome.give_up)
     try:

@@ -75,7 +75,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """Starts it."""
-        command = [sys.executable, "-m", "async_opd.cli", "run", str(EXAMPLE)]
+        command = [sys.executable, "-m", "async_opd", "run", str(EXAMPLE)]
         command += ["--run-dir", str(self.directory), f"train.steps={self.steps}"]
         with (self.directory.parent / f"{self.directory.name}.txt").open("wb") as output:
             self.process = subprocess.Popen(

@@ -103,7 +103,7 @@ def cost_share(steps: int, digests_s: float) -> float:
     """Seconds of digests and comparisons in a run of the quickstart, over those of its training."""
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
-        command = [sys.executable, "-m", "async_opd.cli", "run", str(QUICKSTART)]
+        command = [sys.executable, "-m", "async_opd", "run", str(QUICKSTART)]
         command += [f"run_dir={run}", f"train.steps={steps}"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1200)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

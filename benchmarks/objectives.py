@@ -35,7 +35,7 @@ def run(example: Path, out: Path, overrides: list[str]) -> Result:
     directory = out / example.stem
     if not _completed(directory):
         command = [
-            *(sys.executable, "-m", "async_opd.cli", "run", str(example)),
+            *(sys.executable, "-m", "async_opd", "run", str(example)),
             *("--run-dir", str(directory), "eval.teachers=false", "eval.every=0"),
             *("log.console=off", "log.wandb=off", *overrides),
             *(["--resume"] if directory.exists() else []),  # it was interrupted

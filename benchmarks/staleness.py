@@ -60,7 +60,7 @@ def run(cell: Cell, out: Path, overrides: list[str]) -> Result:
     directory = out / cell.name
     if not _completed(directory):
         command = [
-            *(sys.executable, "-m", "async_opd.cli", "run", str(EXAMPLE)),
+            *(sys.executable, "-m", "async_opd", "run", str(EXAMPLE)),
             *("--staleness-threshold", f"{cell.staleness_threshold:g}"),
             *("--sync-steps", str(cell.sync_steps), "--run-dir", str(directory)),
             *(f"loss.kind={cell.loss}", "eval.every=0", "eval.teachers=false"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from async_opd.cli import main
+from async_opd.cli import COMMANDS, GROUPS, NO_READER, main
 from tests.checks.inputs import FEW
 
-EXAMPLE = str(Path(__file__).parents[1] / "examples" / "quickstart.yaml")
+ROOT = Path(__file__).parents[1]
+EXAMPLE = str(ROOT / "examples" / "quickstart.yaml")
 
 
 def test_check_exits_0_and_prints_the_resolved_config_and_the_pools(
@@ -21,6 +25,24 @@ def test_check_exits_0_and_prints_the_resolved_config_and_the_pools(
     printed = capsys.readouterr().out
     assert "sync_steps: 4" in printed
     assert "teachers.reverse" in printed
+
+
+@pytest.mark.parametrize("columns", ["80", None])
+def test_check_has_whole_paths_of_models_at_any_width(
+    columns: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tmp_path / ("folder" * 10) / "student"
+    shutil.copytree(ROOT / "examples" / "quickstart" / "models" / "student", model)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert main(["check", EXAMPLE, *FEW, f"student.model={model}"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    pools = [row.split() for row in rows if str(model) in row]
+    assert [(row[1], row[-2]) for row in pools] == [("rollout", str(model)), ("train", str(model))]
 
 
 def test_check_says_that_only_a_run_asks_the_cluster_for_its_device(
@@ -154,3 +176,97 @@ def test_a_dry_run_checks_and_starts_nothing(
     assert "6000 training prompts" in capsys.readouterr().out
     assert main(["run", EXAMPLE, "--dry-run", "student.model=/no/such"]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_all_commands_by_groups_in_the_order_of_use(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out.partition("\ncommands:\n")[2]
+    found = re.findall(r"^  (?:  (\w+) +\S|(\w.*):$)", listed, flags=re.MULTILINE)
+    shown = [command or group for command, group in found]
+    assert shown == [one for title, group in GROUPS.items() for one in (title, *group)]
+    assert list(COMMANDS) == [name for group in GROUPS.values() for name in group]
+
+
+def test_the_readme_has_the_groups_of_the_help() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| (\w*) ?\| `async_opd (\w+)", text, flags=re.MULTILINE)
+    shown = [one for title, command in rows for one in (title, command) if one]
+    assert shown == [one for title, group in GROUPS.items() for one in (title, *group)]
+
+
+def test_the_package_is_run_as_the_command_is(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit('of the working directory')")
+    command = [sys.executable, "-m", "async_opd", "--version"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=_environment()
+    )
+    assert (done.returncode, done.stdout[:10], done.stderr) == (0, "async_opd ", "")
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT)} | more
+
+
+@pytest.mark.parametrize("words", ["check examples/quickstart.yaml", "run --help", "--help"])
+def test_a_closed_pipe_is_silent_and_has_the_exit_code_of_sigpipe(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "async_opd", *words.split()]
+    done = subprocess.run(
+        command,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=_environment(PYTHONUNBUFFERED=""),  # argparse hides the error of an unbuffered write
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (NO_READER, "")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def breaks(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("async_opd.tools.check.check", breaks)
+    assert main(["check", EXAMPLE]) == 1
+    assert "failed: [Errno 32] Broken pipe" in capsys.readouterr().err
+
+
+def test_a_full_disk_behind_standard_output_is_an_error() -> None:
+    command = [sys.executable, "-m", "async_opd", "check", EXAMPLE]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("words", [["plan", "--help"], ["import", "--help"], ["check", EXAMPLE]])
+def test_characters_that_the_encoding_lacks_are_escapes(words: list[str]) -> None:
+    command = [sys.executable, "-m", "async_opd", *words]
+    given = _environment(PYTHONIOENCODING="ascii")
+    done = subprocess.run(command, capture_output=True, timeout=60, env=given)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--steps", "train.steps"),
+        ("--batch-size=4", "train.batch_size"),
+        ("--train.lr", "train.lr"),
+    ],
+)
+def test_an_option_that_is_a_key_of_the_config_is_named_as_one(
+    option: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", EXAMPLE, option, "10"])
+    assert f"--set {key}=…" in capsys.readouterr().err

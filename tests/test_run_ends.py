@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,10 @@ from async_opd.files.run_format import (
 )
 from async_opd.job import Job
 from async_opd.observability import run_log as runlog
+from async_opd.observability.live.live_file import LIVE_FILE, LiveRun, read_live
 from async_opd.prepare import Prepared
-from async_opd.run import BAD_INPUT, INTERRUPTED, run, run_lock
+from async_opd.processes.run_lock import run_lock
+from async_opd.run import BAD_INPUT, INTERRUPTED, run
 from tests.checkpoint.test_store import ROWS, cut
 from tests.observability.test_run_log import Recorder
 from tests.world.config import run_config as config
@@ -355,3 +358,57 @@ def test_a_run_that_begins_writes_how_it_was_started(
     with pytest.raises(OSError, match="full"):
         run(ready(config(run_dir=str(tmp_path))))
     assert [origin.command for origin in read_origins(tmp_path)] == ["async_opd run config.yaml"]
+
+
+def test_an_interrupted_run_says_in_its_log_how_to_continue_it(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    distilling.error = asyncio.CancelledError()
+    assert run(ready(quiet(tmp_path))) == INTERRUPTED
+    command = f"async_opd run {tmp_path}/config.yaml --run-dir {tmp_path} --resume"
+    log = (tmp_path / "run.log").read_text()
+    assert f"interrupted: a signal ended the run\n    → continue it: {command}\n" in log
+
+
+def ended(run_dir: Path) -> float:
+    return float(json.loads((run_dir / "summary.json").read_text())["seconds"])
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_its_parts(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    distilling.error = asyncio.CancelledError()
+    assert run(ready(quiet(tmp_path))) == INTERRUPTED
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"seconds": 1000.0}))
+    (tmp_path / "model").rmdir()
+    distilling.error = None
+    assert run(ready(quiet(tmp_path)), resume=True) == 0
+    assert 1000 < ended(tmp_path) < 1900
+
+
+def test_the_time_of_a_part_that_was_killed_ends_with_its_last_sign_of_life(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    write_run_format(tmp_path)
+    killed = LiveRun(1, "elsewhere", 1, started=50.0, time=250.0, earlier_s=1000.0)
+    (tmp_path / LIVE_FILE).write_text(json.dumps(asdict(killed)))
+    assert run(ready(quiet(tmp_path)), resume=True) == 0
+    assert 1200 < ended(tmp_path) < 1900
+
+
+def test_the_live_file_and_the_console_count_the_parts_before(
+    tmp_path: Path, distilling: type[FakeTraining], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run_format(tmp_path)
+    (tmp_path / "summary.json").write_text('{"status": "interrupted", "seconds": 7200}')
+    found: list[LiveRun | None] = []
+
+    async def looks(training: FakeTraining) -> None:
+        found.append(read_live(tmp_path))
+        training.job.log.log(1, {"loss/total": 0.5})
+
+    distilling.run = looks  # type: ignore[method-assign]
+    assert run(ready(quiet(tmp_path)), resume=True) == 0
+    assert [live and live.earlier_s for live in found] == [7200]
+    assert "2:00:0" in capsys.readouterr().out.partition(" elapsed")[0]

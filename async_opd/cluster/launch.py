@@ -169,7 +169,7 @@ async def _processes(
         notify("cluster: a local one" if address is None else f"cluster: joining {address}")
         cluster = config.cluster.model_copy(update={"address": address})
         config = config.model_copy(update={"cluster": cluster})
-    async with ray_session(config, waits) as reaper:
+    async with ray_session(config, notify, waits) as reaper:
         preparing = _prepared(config, device, notify, waits, only)
         nodes, bundles = await race(ClusterWatch(notify).run(), preparing)
         given = (config, device, eos_ids, factories, notify, bundles, nodes, waits)

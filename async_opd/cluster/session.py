@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -59,7 +60,8 @@ LOGS = "ray_logs"
 """Folder in the directory of a run."""
 WORKER_LOGS = "worker-*"
 """Logs of the run's own processes: engines, stages, ranks."""
-FAILED_CHECK = "Check failed: "
+FAILED_CHECK = re.compile(r"Check failed: (?:\S*\(\) )?(.+)")
+"""A raylet's error; an expression of C++ in front of its words is left out."""
 LOG_BYTES = 1 << 20
 MAX_LOGS = 200
 
@@ -120,12 +122,12 @@ class RayFolder:
                 copy.write(file.read(max(LOG_BYTES - copied, 0)))
 
     def raylet_error(self) -> str:
-        """The failed check that ended the raylet, as its log has it; empty if there is none."""
+        """Why the raylet ended, in the words of its log; empty if it has none."""
         log = self._logs / "raylet.err"
         with suppress(OSError), open(log, errors="replace", opener=regular_file) as file:
             for line in file.read(LOG_BYTES).splitlines():
-                if FAILED_CHECK in line:
-                    return line.partition(FAILED_CHECK)[2].strip()
+                if found := FAILED_CHECK.search(line):
+                    return found[1].strip()
         return ""
 
     def _newest(self, pattern: str) -> list[Path]:
@@ -179,9 +181,11 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 @asynccontextmanager
 async def ray_session(
-    config: RunConfig, waits: Waits | None = None
+    config: RunConfig, notify: Callable[[str], None], waits: Waits | None = None
 ) -> AsyncIterator[ProcessReaper | None]:
     """Starts or joins the cluster; at the end, shuts down the processes that the run started in it.
+
+    ``notify`` gets a line for each further start of a local cluster.
 
     A process reaper kills the processes of a local cluster. Its caller tracks Ray's head and agents
     once all of them have started. The cluster has its own directory and token: ``RayFolder``.
@@ -196,7 +200,7 @@ async def ray_session(
     with ExitStack() as stack:
         stack.enter_context(environment({SAFE_PATH: "1"}))
         with waits.on("Ray", config.timeouts.engine_start_s):
-            folder, ours = await _started(config, stack)
+            folder, ours = await _started(config, stack, notify)
         lost = False
         try:
             async with _logs_kept(config, folder, of_workers=True):
@@ -222,7 +226,7 @@ async def _shut_down(bound_s: float, waits: Waits) -> bool:
 
 
 async def _started(
-    config: RunConfig, stack: ExitStack
+    config: RunConfig, stack: ExitStack, notify: Callable[[str], None]
 ) -> tuple[RayFolder | None, ProcessReaper | None]:
     """Starts or joins the cluster; ``stack`` gets what has to be left at its end.
 
@@ -251,7 +255,7 @@ async def _started(
                 fits = now - first + (now - begun) < config.timeouts.engine_start_s
                 if not (fits if SLOW_AGENT in error.cause else starts < STARTS):
                     raise
-                write_stderr(indented(f"Ray is started again: {error.cause}"))
+                notify(f"Ray is started again: {error.cause}: is the machine overloaded?")
             else:
                 stack.push(attempt.pop_all())
                 return folder, ours
@@ -348,7 +352,7 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
     except Exception as error:
         if TOO_SLOW in str(error):
             logged = folder.raylet_error() if folder is not None else ""
-            cause = f"Ray's processes did not start in time: {logged or error}"
+            cause = f"Ray's processes did not start in time ({logged or error})"
             raise _TooSlow("cluster", cause, "is the machine overloaded? See ray_logs/") from error
         if isinstance(error, ValueError):  # of a job whose runtime_env differs from ours
             remedy = "leave what it names out of the runtime_env of the job"

@@ -1,6 +1,7 @@
 """The format version of a run directory: what readers of this version may assume of its files.
 
-a run begins ──write_run_format──► run.json ──refuse_other_formats──► --resume, plan RUN_DIR, audit
+a run begins ──write_run_format──► run.json ─┬─refuse_other_formats──► --resume
+                                             └─refuse_no_run──► report, plan RUN_DIR, replay, …
 
 ``RUN_FORMAT`` grows with every change after which a reader would misread an older directory.
 """
@@ -8,15 +9,20 @@ a run begins ──write_run_format──► run.json ──refuse_other_formats
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.files.foreign import Place, foreign
+from async_opd.files.absent import refuse_absent
+from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.safe_open import write_atomically
 
 RUN_FORMAT = 1
 FORMAT_FILE = "run.json"
 KEY = "run_format"
+SHOWN = 3
+"""Run directories near a path that a remedy names."""
 
 OLDER = "use the version of async_opd that made the run, or start another in a new --run-dir"
 NEWER = "update async_opd to the version that made the run, or start another in a new --run-dir"
@@ -44,6 +50,27 @@ def refuse_other_formats(run_dir: Place) -> None:
             return
         problem = _problem(path, str(found), OLDER if found < RUN_FORMAT else NEWER)
     raise ConfigError([problem])
+
+
+def refuse_no_run(run_dir: Place) -> None:
+    """ConfigError for a path that does not exist, is not a run directory, or has another format."""
+    place = foreign(run_dir)
+    refuse_absent(place, "RUN_DIR")
+    if not any((place / name).exists() for name in (FORMAT_FILE, "config.yaml")):
+        near = [str(one) for one in _runs_near(place)]
+        more = f" or {len(near) - SHOWN} more" if len(near) > SHOWN else ""
+        remedy = f"did you mean {' or '.join(near[:SHOWN])}{more}?" if near else "check the path"
+        message = f"{place} is not a run directory: it has neither {FORMAT_FILE} nor config.yaml"
+        raise ConfigError([Problem("command line", "RUN_DIR", message, remedy)])
+    refuse_other_formats(place)
+
+
+def _runs_near(place: ForeignPath) -> Iterator[Path | ForeignPath]:
+    """Run directories that the place lies in, or that lie in it."""
+    path = Path(str(place))
+    yield from (folder for folder in path.parents if (folder / FORMAT_FILE).is_file())
+    with suppress(OSError):  # a file, or a folder that may not be read
+        yield from (one for one in place.entries() if (one / FORMAT_FILE).is_file())
 
 
 def _problem(path: Place, found: str, remedy: str) -> Problem:

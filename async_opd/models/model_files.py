@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.core.errors import in_words
+from async_opd.files.absent import nearest
 from async_opd.models.json_files import LONGEST_KEY, named_values, read_json
 from async_opd.models.processor import further_models, other_classes
 from async_opd.models.tokenizer import Text, eos_ids, text_settings
@@ -131,7 +132,9 @@ class ModelFiles:
         if is_hub_id(model):
             return None
         if not (os.path.isabs(model) and os.path.isdir(model)):
-            remedy = "check the path; a hub id whose owner is also a folder here is read as a path"
+            absent = os.path.isabs(model) and not os.path.lexists(model)
+            near = f" ({nearest(Path(model))})" if absent else ""
+            remedy = f"check the path{near}; a hub id whose owner is also a folder here is a path"
             raise ModelError(f"no such directory: {model[:200]}", remedy)
         path = Path(model)
         missing = [n for n in ("config.json", "tokenizer.json") if not (path / n).is_file()]

@@ -85,7 +85,7 @@ class RunLog:
     A context manager: leaving it without ``finish`` finishes the run by the exception, if any.
     ``sinks`` replaces those the config asks for; they are closed in order, and ``viewers`` after
     them: these show the messages of closing the others. ``before`` are the last metrics of the run
-    that is resumed, None in a new run.
+    that is resumed, None in a new run, ``earlier_s`` the seconds of its parts.
     """
 
     def __init__(
@@ -96,8 +96,10 @@ class RunLog:
         sinks: list[Sink] | None = None,
         before: Mapping[str, float] | None = None,
         viewers: Sequence[Sink] = (),
+        earlier_s: float = 0.0,
     ) -> None:
         self.failures = 0
+        self._earlier_s = earlier_s
         self._run_dir = run_dir
         self._clock = clock
         self._redacted = Redactor(config.model_dump(mode="json", by_alias=True))
@@ -286,7 +288,7 @@ class RunLog:
             status=status,
             error=error,
             steps=self._steps,
-            seconds=self._clock() - self._started,
+            seconds=self._earlier_s + self._clock() - self._started,
             run_dir=self._run_dir,
             metrics=self.last | self._summarized | {SINK_FAILURES: float(self.failures)},
         )

@@ -17,8 +17,8 @@ Status = Literal["completed", "failed", "interrupted"]
 class Summary:
     """How a run ended: the content of ``summary.json``, in which each metric is a separate key.
 
-    ``steps`` is the last step that was logged, ``seconds`` the time since the log was opened,
-    ``metrics`` the last value of every metric (the summarized ones win).
+    ``steps`` is the last step that was logged, ``seconds`` the time that the log was open, in all
+    parts of a resumed run, ``metrics`` the last value of every metric (the summarized ones win).
     """
 
     status: Status

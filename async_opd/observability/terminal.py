@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, TextIO
 
 from async_opd.core.printable import escaped
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PLAIN_WIDTH = 100
+WHOLE_WIDTH = 100_000
+"""More columns than any table has."""
 
 
 def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
@@ -36,6 +39,17 @@ def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
     if plain:
         options |= {"force_terminal": False, "color_system": None, "width": PLAIN_WIDTH}
     return Terminal(file=file, **options)
+
+
+def table_terminal(file: TextIO | None = None, whole: bool = False) -> Console:
+    """A terminal for tables: every cell is on one line in a file or a pipe without ``COLUMNS``.
+
+    ``whole``: on every terminal, which breaks long lines itself, so that texts can be copied.
+    """
+    terminal = terminal_on(file)
+    if whole or not (terminal.is_terminal or "COLUMNS" in os.environ):
+        terminal.width = WHOLE_WIDTH
+    return terminal
 
 
 def rate(value: float | None) -> str:

@@ -104,6 +104,16 @@ def nonblocking(file: TextIO) -> TextIO:
         return file
 
 
+def has_reader(file: TextIO) -> bool:
+    """Whether a pipe is still read; True of any other file."""
+    poll = select.poll()
+    try:
+        poll.register(file.fileno(), 0)
+    except (AttributeError, OSError, ValueError):  # a file of a test or a notebook, or none
+        return True
+    return not any(found & select.POLLERR for _, found in poll.poll(0))
+
+
 def write_stderr(text: str) -> None:
     """Writes a line to standard error, which may be closed or never read. Never raises."""
     with suppress(OSError, ValueError):

@@ -62,13 +62,13 @@ class SignalHandler:
     def signal(self, number: int) -> None:
         """Called for each SIGINT or SIGTERM."""
         if self._timer is None:
-            why = f"not ended {self._grace_s:g} s after the signal (shutdown.grace_s)"
+            why = f"the run did not end {self._grace_s:g} s after a signal (shutdown.grace_s)"
             self._timer = threading.Timer(self._grace_s, self._end, [why])
             self._timer.daemon = True
             self._timer.start()
             self._work.cancel()
         elif number == signal.SIGINT:
-            self._end("by a second SIGINT")
+            self._end("a second SIGINT ended the run at once")
 
     async def work_ended(self) -> None:
         """Waits for the work, and raises its error. A cancellation counts as a SIGINT."""

@@ -31,6 +31,7 @@ from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.data.hub import with_cached_data
 from async_opd.data.mixture import with_steps
 from async_opd.data.template_date import with_template_date
+from async_opd.files.absent import nearest
 from async_opd.files.kept_steps import KEPT
 from async_opd.files.origin import ORIGIN
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
@@ -40,7 +41,7 @@ from async_opd.models.hub import named_models, with_cached
 from async_opd.models.model_files import ModelError
 from async_opd.observability.live.live_file import LIVE_FILE
 from async_opd.observability.run_log import METRICS, RUN_LOG, SUMMARY
-from async_opd.observability.terminal import terminal_on
+from async_opd.observability.terminal import table_terminal
 from async_opd.observability.trace import TRACE
 from async_opd.prepare import Prepared, prepare
 from async_opd.queue.sizes import images_in_words, in_mib, kept_in_words, payloads, traffic
@@ -88,7 +89,7 @@ def check(config: RunConfig, where: str, redacted: Redactor, load: bool) -> Prep
         each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
         each += f", {pool.shares}'s" if pool.shares else ""
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
-    terminal_on(None).print(table)
+    table_terminal(whole=True).print(table)
     _print_memory(config, device)
     cluster = config.cluster
     if cluster.joins is not None and cluster.device == "auto":
@@ -129,6 +130,9 @@ def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> 
 
 def _resumed(config: RunConfig, ready: Prepared, where: str, run_dir: Path) -> str:
     """Where a resumed run would go on, in words. ConfigError for a run of another config."""
+    mirror = config.checkpoint.mirror
+    if mirror is None and not run_dir.exists():
+        return f"{run_dir} does not exist ({nearest(run_dir)}): the run would begin anew"
     if left_in(run_dir) or (run_dir / FORMAT_FILE).exists():
         refuse_other_formats(run_dir)
     local, _ = with_cached_data(with_cached(config, [])[0], where, [])
@@ -140,7 +144,7 @@ def _resumed(config: RunConfig, ready: Prepared, where: str, run_dir: Path) -> s
     refuse_another(run_dir, now)
     if is_completed(run_dir):
         return f"{run_dir} is completed already"
-    store, mirror = Checkpoints(run_dir / FOLDER, 1), config.checkpoint.mirror
+    store = Checkpoints(run_dir / FOLDER, 1)
     way, lineages = store.lineage(), store.lineages().items()
     left = {step for step, its in lineages if not is_on_the_way(step, its, way)}
     step = max({0, *store.steps()} - left)
@@ -184,7 +188,7 @@ def _print_memory(config: RunConfig, device: Device) -> None:
     except ModelError as error:  # of the hub, and not in its cache
         print(escaped(f"memory: unknown, {error.message}"))
         return
-    terminal_on(None).print(table)
+    table_terminal().print(table)
 
 
 def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:

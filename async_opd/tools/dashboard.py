@@ -18,6 +18,7 @@ from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import indented
+from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
 from async_opd.observability.metric_catalogue import STEP, Panel, panels
@@ -52,6 +53,7 @@ def add_dashboard(parser: argparse.ArgumentParser) -> None:
 
 def _dashboard(given: argparse.Namespace) -> int:
     path = Path(given.path)
+    refuse_absent(path, "RUN_DIR|CONFIG")
     of_run = path.is_dir()
     folder = path if of_run else Path()
     config = load_config(foreign(path) / "config.yaml" if of_run else path, recorded=of_run)

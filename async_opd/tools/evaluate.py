@@ -23,6 +23,7 @@ from async_opd.config.sections.rollout import StudentConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.printable import escaped, indented, on_one_line
+from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import foreign
 from async_opd.processes.output import write_stderr
 
@@ -40,8 +41,8 @@ of the config. Starts only the engines that answer. Writes the answers and the m
 directory; of a checkpoint also its model, with adapters merged.
 
   async_opd eval config.yaml runs/quickstart eval.n=4 eval.temperature=0.7
-  async_opd eval config.yaml runs/quickstart/checkpoints/step_100
-  async_opd eval config.yaml --teacher math --json
+  async_opd eval config.yaml runs/quickstart/checkpoints/step_160
+  async_opd eval config.yaml --teacher sort --json
 """
 ANSWERS, RESULT, MODEL = "answers", "result.json", "model"
 
@@ -129,6 +130,7 @@ def _model_in(target: str) -> str:
     """
     from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
 
+    refuse_absent(Path(target), "MODEL|RUN_DIR")
     folder = foreign(Path(target).absolute())
     if (folder / FORMAT_FILE).exists():
         refuse_other_formats(folder)
@@ -255,7 +257,7 @@ def _show(metrics: Mapping[str, float], out: Path) -> None:
     """Prints a row for each data source, a column for each metric."""
     from rich.table import Table
 
-    from async_opd.observability.terminal import terminal_on
+    from async_opd.observability.terminal import table_terminal
 
     rows: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
@@ -267,7 +269,7 @@ def _show(metrics: Mapping[str, float], out: Path) -> None:
     table = Table("data source", *map(escaped, shown))
     for source, row in rows.items():
         table.add_row(on_one_line(source), *(_cell(row, name) for name in shown))
-    terminal_on(None).print(table)
+    table_terminal().print(table)
     print(on_one_line(f"results     {out}"))
 
 

@@ -33,9 +33,9 @@ chat template, generation config and a model card: student, teachers, data with 
 versions. Adapters are merged; --adapter writes them alone, as a PEFT directory. --push uploads the
 directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private unless it exists.
 
-  async_opd export runs/quickstart out
-  async_opd export runs/quickstart/checkpoints/step_100 out --dtype bfloat16 --push me/student
-  async_opd export s3://bucket/runs/a/step_100 out
+  async_opd export runs/quickstart student
+  async_opd export runs/quickstart/checkpoints/step_160 at-160 --dtype bfloat16 --push me/student
+  async_opd export s3://bucket/runs/a/step_160 mirrored-160
 """
 CARD, ADAPTER = "README.md", "adapter"
 FOLDERS = ("", ADAPTER, TEMPLATES)

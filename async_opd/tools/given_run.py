@@ -27,6 +27,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
 from async_opd.config.sections.loss import score_kind
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
+from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.grading.graders import is_function
@@ -48,6 +49,7 @@ class GivenRun:
 
 def given_run(place: Place, trusted: bool) -> GivenRun:
     """A run directory or one of its checkpoints. ConfigError for what may not be used; OSError."""
+    refuse_absent(place, "RUN_DIR|CHECKPOINT")
     is_checkpoint = (foreign(place) / MANIFEST).is_file()
     run_dir = ForeignPath(in_its_run(place).root) if is_checkpoint else foreign(place)
     if not (run_dir / "config.yaml").exists():

@@ -20,6 +20,7 @@ from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
+from async_opd.files.absent import nearest
 from async_opd.files.foreign import Place, foreign
 from async_opd.files.lines import MetricsRow, metrics_row
 from async_opd.files.run_format import refuse_other_formats
@@ -176,7 +177,8 @@ class Watch:
         """The run's config. ConfigError if no run has begun within the time."""
         file, since = foreign(self.folder) / "config.yaml", self.clock()
         if not file.exists() and wait_s > 0:
-            print(on_one_line(f"waiting for a run in {self.folder}, {wait_s:g} s at most"))
+            near = "" if self.folder.is_dir() else f" ({nearest(self.folder)})"
+            print(on_one_line(f"waiting for a run in {self.folder}, {wait_s:g} s at most{near}"))
         while not file.exists():
             if self.clock() - since >= wait_s:
                 message = f"{self.folder} holds no run (no config.yaml after {wait_s:g} s)"
@@ -210,7 +212,7 @@ class Watch:
                 state.post_message(indented(message.text))
         self._replay.moment = self._last or None
         if live is not None and summary is None:
-            state.began(live.started)
+            state.began(live.started - live.earlier_s)
         elif self._last:
             state.began(first if summary is None else self._last - summary.seconds)
 
@@ -218,7 +220,7 @@ class Watch:
         terminal = terminal_on(self.file)
         state.ended = True
         terminal.print(Display(state))
-        print_end(terminal, summary)
+        print_end(terminal, summary, given=True)
         return ENDED
 
     def _follow(self, console: LiveConsole | PlainConsole, followed: FollowedRun) -> int:
@@ -272,8 +274,7 @@ class Watch:
         process = "its process" if live is None else f"its process {live.pid} on {live.host}"
         return (
             f"{process} is gone: it was killed, or its machine went down "
-            f"(no sign of life for {silent_s:.0f} s); async_opd run {self.folder}/config.yaml "
-            f"--run-dir {self.folder} --resume goes on after its newest checkpoint"
+            f"(no sign of life for {silent_s:.0f} s)"
         )
 
 

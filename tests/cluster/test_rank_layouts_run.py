@@ -45,7 +45,7 @@ def test_engines_sample_from_what_the_ranks_trained(done: Run) -> None:
 def test_its_last_step_has_the_same_bits_when_as_many_ranks_compute_it_again(
     done: Run,
 ) -> None:
-    command = [sys.executable, "-m", "async_opd.cli", "replay", str(done.directory), "--step", "6"]
+    command = [sys.executable, "-m", "async_opd", "replay", str(done.directory), "--step", "6"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "step 6 is bit-equal" in found.stdout

@@ -12,7 +12,7 @@ import ray
 
 from async_opd.checks.gpu_plan import Bundle, Unit
 from async_opd.cluster import gpu_bundles, session
-from async_opd.cluster.launch import launch_evaluators
+from async_opd.cluster.launch import launch, launch_evaluators
 from async_opd.cluster.session import SLOW_AGENT, STARTS, TOO_SLOW, ray_session
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
@@ -23,7 +23,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
 AGENT = "/tmp/ray/metrics_agent_port_1"
-SAID = f"[now C 7 7] (raylet) a.cc:1: A bug. Check failed: it.has_value() {SLOW_AGENT} {AGENT}"
+WORDS = f"{SLOW_AGENT} {AGENT}"
+LOGGED = f"[now C 7 7] (raylet) a.cc:1: A bug. Check failed: statussetor3576.has_value() {WORDS}"
 
 
 class Init:
@@ -60,15 +61,15 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 async def test_a_cluster_that_was_too_slow_is_started_again_in_another_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    init = fails(monkeypatch, slow())
-    async with ray_session(config(tmp_path)) as reaper:
+    init, lines = fails(monkeypatch, slow()), list[str]()
+    async with ray_session(config(tmp_path), lines.append) as reaper:
         assert reaper is not None
         first, second = init.folders
         assert (first.exists(), second.exists()) == (False, True)
         assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(second / "token")
-    assert "Ray is started again" in capsys.readouterr().err
+    assert [line.partition(":")[0] for line in lines] == ["Ray is started again"]
     assert not second.exists()
 
 
@@ -77,7 +78,7 @@ async def test_a_cluster_that_stays_too_slow_is_an_error_with_the_cause(
 ) -> None:
     init = fails(monkeypatch, *[slow() for _ in range(STARTS)])
     with pytest.raises(StageError, match="is the machine overloaded"):
-        async with ray_session(config(tmp_path)):
+        async with ray_session(config(tmp_path), print):
             pass
     assert len(init.folders) == STARTS
     assert not any(folder.exists() for folder in init.folders)
@@ -88,7 +89,7 @@ async def test_another_error_of_ray_is_not_tried_again(
 ) -> None:
     init = fails(monkeypatch, RuntimeError("no"), slow())
     with pytest.raises(StageError, match="RuntimeError: no"):
-        async with ray_session(config(tmp_path)):
+        async with ray_session(config(tmp_path), print):
             pass
     assert len(init.folders) == 1
 
@@ -97,24 +98,37 @@ async def test_starts_with_a_slow_agent_go_on_while_one_more_fits_into_the_bound
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     init = fails(monkeypatch, *[slow() for _ in range(100)])
-    init.raylet = SAID
+    init.raylet = LOGGED
     monkeypatch.setattr(session, "monotonic", count(30, 30).__next__)
     bounded = load_config(EXAMPLE, [f"run_dir={tmp_path}", "timeouts.engine_start_s=420"])
     with pytest.raises(StageError, match="Ray's processes did not start in time"):
-        async with ray_session(bounded):
+        async with ray_session(bounded, print):
             pass
     # The first start is over 60 s after the first look at the clock, and each other 60 s later.
     assert len(init.folders) == 7
 
 
 async def test_a_start_with_a_slow_agent_says_what_the_raylet_has_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    init = fails(monkeypatch, slow())
-    init.raylet = SAID
-    async with ray_session(config(tmp_path)):
+    """Without the expression of C++ in front of it."""
+    init, lines = fails(monkeypatch, slow()), list[str]()
+    init.raylet = LOGGED
+    async with ray_session(config(tmp_path), lines.append):
         pass
-    assert f"has_value() {SLOW_AGENT} {AGENT}" in capsys.readouterr().err
+    cause = f"Ray's processes did not start in time ({WORDS})"
+    assert lines == [f"Ray is started again: {cause}: is the machine overloaded?"]
+
+
+async def test_a_launch_passes_on_that_ray_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fails(monkeypatch, slow(), RuntimeError("no"))
+    lines = list[str]()
+    with pytest.raises(StageError):
+        async with launch(config(tmp_path), device="cpu", eos_ids=(), notify=lines.append):
+            pass
+    assert [line for line in lines if line.startswith("Ray is started again")]
 
 
 async def addressed(monkeypatch: pytest.MonkeyPatch, config: RunConfig, error: Exception) -> Any:

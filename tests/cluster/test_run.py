@@ -82,7 +82,7 @@ class Running:
         directory: Path,
         *overrides: str,
         example: Path = EXAMPLE,
-        program: tuple[str, ...] = ("async_opd.cli",),
+        program: tuple[str, ...] = ("async_opd",),
     ) -> None:
         self.directory = directory
         command = [sys.executable, "-m", *program, "run", str(example), *SHORT, *overrides]

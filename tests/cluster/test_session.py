@@ -107,7 +107,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         (folder / f"{name}.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
 
     async def told() -> Seen:
-        async with ray_session(config):
+        async with ray_session(config, print):
             remote = Remote.create("process", timeout_s=60)
             await remote.build(f"{__name__}:Process", (), 60)
             found: tuple[list[str], str, dict[str, str]] = await remote.call("tell")

@@ -11,6 +11,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.run_format import (
     FORMAT_FILE,
     RUN_FORMAT,
+    refuse_no_run,
     refuse_other_formats,
     write_run_format,
 )
@@ -29,6 +30,44 @@ def test_a_directory_of_this_format_is_accepted(tmp_path: Path) -> None:
     write_run_format(tmp_path)
     refuse_other_formats(tmp_path)
     assert json.loads((tmp_path / FORMAT_FILE).read_text()) == {"run_format": RUN_FORMAT}
+
+
+def no_run(path: Path) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        refuse_no_run(path)
+    (problem,) = caught.value.problems
+    assert "format version" not in str(problem)
+    return problem
+
+
+def test_a_path_that_does_not_exist_is_not_taken_for_an_older_run(tmp_path: Path) -> None:
+    write_run_format_in(tmp_path / "quickstart")
+    problem = no_run(tmp_path / "quikstart")
+    assert problem.message == f"{tmp_path}/quikstart does not exist"
+    assert problem.remedy == f"did you mean {tmp_path}/quickstart?"
+
+
+def write_run_format_in(folder: Path) -> None:
+    folder.mkdir()
+    write_run_format(folder)
+
+
+@pytest.mark.parametrize("given", [".", "a/model", "a/summary.json"])
+def test_a_path_that_is_not_a_run_directory_is_refused_with_the_runs_near_it(
+    tmp_path: Path, given: str
+) -> None:
+    write_run_format_in(tmp_path / "a")
+    (tmp_path / "a" / "model").mkdir()
+    (tmp_path / "a" / "summary.json").write_text("{}")
+    problem = no_run(tmp_path / given)
+    assert "is not a run directory: it has neither run.json nor config.yaml" in problem.message
+    assert problem.remedy == f"did you mean {tmp_path}/a?"
+
+
+def test_an_older_run_is_refused_by_its_format(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="found no format version"):
+        refuse_no_run(tmp_path)
 
 
 def test_a_directory_of_an_earlier_version_is_refused(tmp_path: Path) -> None:

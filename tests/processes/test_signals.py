@@ -86,7 +86,7 @@ def test_the_first_signal_lets_the_work_end_by_itself(number: signal.Signals) ->
 def test_a_second_sigint_ends_it_at_once_with_its_children_and_its_exit_code() -> None:
     program = Program("stubborn", 60)
     assert program.asked(signal.SIGINT) == "cancelled"
-    assert program.asked(signal.SIGINT) == "by a second SIGINT"
+    assert program.asked(signal.SIGINT) == "a second SIGINT ended the run at once"
     assert program.code() == 131
     assert all(map(is_gone, program.children))
 
@@ -94,6 +94,6 @@ def test_a_second_sigint_ends_it_at_once_with_its_children_and_its_exit_code() -
 def test_after_its_grace_it_is_ended_with_its_children() -> None:
     program = Program("stubborn", 0.2)
     assert program.asked(signal.SIGTERM) == "cancelled"
-    assert program.line() == "not ended 0.2 s after the signal (shutdown.grace_s)"
+    assert program.line() == "the run did not end 0.2 s after a signal (shutdown.grace_s)"
     assert program.code() == 131
     assert all(map(is_gone, program.children))

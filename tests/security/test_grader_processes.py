@@ -199,7 +199,7 @@ def test_the_command_line_started_as_a_module_imports_nothing_from_the_working_d
         (here / harmful).unlink()  # those before the first line of ours: python -m itself
     (here / "yaml.py").write_text(f"open({str(here / 'ran')!r}, 'w').close()\n")
     (here / "c.yaml").write_text("name: n\n")
-    command = [sys.executable, "-m", "async_opd.cli", "check", "c.yaml"]
+    command = [sys.executable, "-m", "async_opd", "check", "c.yaml"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
     assert found.returncode == 2, found.stderr

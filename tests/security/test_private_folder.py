@@ -55,7 +55,7 @@ def session(
     log: str = "gcs_server.err",
 ) -> None:
     async def body() -> None:
-        async with ray_session(load_config(EXAMPLE, list(overrides))) as ours:
+        async with ray_session(load_config(EXAMPLE, list(overrides)), print) as ours:
             if line and ours is not None:
                 temporary = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent / "ray"
                 logs = temporary / "session_latest" / "logs"

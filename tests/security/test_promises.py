@@ -160,7 +160,7 @@ def test_rays_token_authentication_is_left_as_it_is(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "shutdown", lambda: None)
 
     async def session() -> str | None:
-        async with ray_session(load_config(EXAMPLE)):
+        async with ray_session(load_config(EXAMPLE), print):
             return os.environ.get("RAY_AUTH_MODE")
 
     assert asyncio.run(session()) is None

@@ -29,7 +29,7 @@ from async_opd.files.safe_open import private_files, regular_file, write_atomica
 from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
 from async_opd.observability.wandb_sink import WandbSink
-from async_opd.run import run_lock
+from async_opd.processes.run_lock import run_lock
 from tests.trainer.models import tiny_model
 from trainer.saving.export import save_model
 

@@ -77,7 +77,7 @@ async def dashboard(run_dir: Path, *options: str, **environment: str) -> tuple[i
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     own = {"HOME": str(run_dir), "NETRC": str(run_dir / "netrc"), **environment}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "async_opd.cli", "dashboard", str(run_dir), *options),
+        *(sys.executable, "-m", "async_opd", "dashboard", str(run_dir), *options),
         env=kept | own,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -153,3 +153,12 @@ def test_a_run_directory_that_cannot_be_made_is_refused_by_all_commands(
 ) -> None:
     assert main([command[0], EXAMPLE, FEW, *command[1:], "--run-dir", run_dir]) == 2
     assert f"run_dir: {run_dir} cannot be written" in capsys.readouterr().err
+
+
+def test_a_resumed_run_whose_directory_does_not_exist_would_begin_anew(
+    begun: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run("--run-dir", "runs/mien", "--resume") == 0
+    printed = capsys.readouterr().out
+    near = f"(did you mean {begun}?)"
+    assert f"{begun.parent}/mien does not exist {near}: the run would begin anew\n" in printed

@@ -141,7 +141,7 @@ def test_a_teacher_has_the_trust_of_its_own_section() -> None:
     [
         (["--teacher", "none"], "no teacher none"),
         (["--teacher", "sort", str(MODELS / "student")], "name one of both"),
-        (["no/such/model"], "neither a model's directory nor a run directory"),
+        (["no/such/model"], "MODEL|RUN_DIR: no/such/model does not exist"),
         ([str(MODELS / "student"), str(MODELS / "teacher-sort")], "name one model"),
         (["data.eval=[]"], "no source of prompts"),
         (["eval.grader=nonsense"], "eval.grader"),

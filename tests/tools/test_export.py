@@ -146,7 +146,7 @@ def test_adapters_are_written_alone(tmp_path: Path) -> None:
         ("", ["--dtype", "bfloat16"], "model is float32"),
         ("", ["--adapter"], "the run has no adapters"),
         ("model", [], "is neither a run directory nor one of its checkpoints"),
-        ("checkpoints/step_3", [], "is neither a run directory nor one of its checkpoints"),
+        ("checkpoints/step_3", [], "checkpoints/step_3 does not exist"),
     ],
 )
 def test_what_cannot_be_exported_is_refused(

@@ -18,6 +18,7 @@ from async_opd.files.lines import MetricsRow
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.live.live_file import LIVE_FILE, LiveFile
 from async_opd.observability.run_log import RunLog
+from async_opd.observability.sinks import Status
 from async_opd.tools import watch as followed_run
 from async_opd.tools.watch import ENDED, GONE, LOOK_S, FollowedRun, News, Watch
 from tests.observability.live.test_console import METRICS, Clock, Terminal, config, row, summary
@@ -94,11 +95,22 @@ def test_a_finished_run_of_the_pipeline_shows_its_final_state(
 def test_a_run_that_ended_has_the_time_that_it_took(run: Run, out: io.StringIO) -> None:
     for step in (1, 2, 3):
         run.step(step)
-    run.log.finish("interrupted", "by a signal")
+    run.log.finish("interrupted", "a signal ended the run")
     run.clock.now += 9999
     assert watching(run, out).run(0) == ENDED
     assert "0:00:30 elapsed" in out.getvalue()
     assert "interrupted, 3 steps" in out.getvalue()
+
+
+@pytest.mark.parametrize("status", ["interrupted", "completed"])
+def test_no_next_command_takes_the_config_of_a_directory_that_may_be_somebody_elses(
+    run: Run, out: io.StringIO, status: Status
+) -> None:
+    run.log.log(1, {"eval/sort/accuracy": 1.0})
+    run.log.finish(status)
+    assert watching(run, out).run(0) == ENDED
+    assert "config.yaml" not in out.getvalue()
+    assert ("async_opd report" in out.getvalue()) == (status == "completed")
 
 
 def test_a_run_that_ended_has_the_means_of_its_steps_and_not_the_last_one(
@@ -205,7 +217,8 @@ def test_a_run_whose_process_is_gone_is_reported_with_how_to_go_on(
     assert watching(run, out).run(0) == GONE
     assert f"its process {run.live._run.pid}" in out.getvalue()
     assert "is gone" in out.getvalue()
-    assert "--resume" in out.getvalue()
+    command = f"async_opd run {run.folder}/config.yaml --run-dir {run.folder} --resume"
+    assert f"continue  {command}" in out.getvalue()
 
 
 def test_a_process_of_another_machine_is_gone_after_a_minute_without_a_sign_of_life(
@@ -250,6 +263,18 @@ def test_a_run_that_is_not_there_yet_is_waited_for(
 
     assert Watch(folder, out, clock, sleep).run(60) == ENDED
     assert "waiting for a run in" in capsys.readouterr().out
+
+
+def test_a_typo_is_named_while_a_run_is_waited_for(
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    (tmp_path / "quickstart").mkdir()
+    with pytest.raises(ConfigError):
+        Watch(tmp_path / "quikstart", None, clock, sleep).run(1)
+    assert f"(did you mean {tmp_path}/quickstart?)" in capsys.readouterr().out
 
 
 def test_a_run_that_never_comes_is_an_error_after_the_wait(tmp_path: Path, clock: Clock) -> None:

@@ -17,6 +17,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.printable import indented, on_one_line
 from async_opd.observability.live.view_state import ViewState, accuracies
+from async_opd.observability.next_commands import next_commands
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.observability.terminal import duration, rate, share, terminal_on
 from async_opd.processes.output import NonBlockingStream, nonblocking
@@ -30,9 +31,15 @@ PLAIN_INTERVAL_S = 2.0
 
 
 def open_console(
-    config: RunConfig, clock: Callable[[], float] = time.time, file: TextIO | None = None
+    config: RunConfig,
+    clock: Callable[[], float] = time.time,
+    file: TextIO | None = None,
+    earlier_s: float = 0.0,
 ) -> LiveConsole | PlainConsole | None:
-    """The console of ``log.console``, on ``file`` (stdout); None for ``off``."""
+    """The console of ``log.console``, on ``file`` (stdout); None for ``off``.
+
+    ``earlier_s`` are the seconds of the parts before, of a resumed run.
+    """
     choice = config.log.console
     if choice == "off":
         return None
@@ -40,6 +47,7 @@ def open_console(
         terminal = terminal_on(file)
         choice = "live" if terminal.is_terminal and not terminal.is_dumb_terminal else "plain"
     state, stream = ViewState(config, clock), nonblocking(file or sys.stdout)
+    state.began(clock() - earlier_s)
     if choice == "live":
         return LiveConsole(state, stream)
     return PlainConsole(state, stream, clock)
@@ -196,10 +204,10 @@ def _finish(file: TextIO | None) -> str | None:
     return f"the console is not complete: {file.dropped} lines were dropped, the reader was behind"
 
 
-def print_end(terminal: Console, summary: Summary) -> None:
-    """Prints accuracies before, after and of the teachers, the run directory, and the status.
+def print_end(terminal: Console, summary: Summary, given: bool = False) -> None:
+    """Prints accuracies before, after and of the teachers, the directory, status, next commands.
 
-    The summary may be that of somebody else's run directory.
+    ``given``: the summary may be that of somebody else's run directory.
     """
     from rich.table import Table
 
@@ -220,8 +228,12 @@ def print_end(terminal: Console, summary: Summary) -> None:
     steps = f"{summary.steps} steps in {duration(summary.seconds)}"
     style = "bold green" if summary.status == "completed" else "bold red"
     terminal.print(f"status    {summary.status}, {steps}", style=style, soft_wrap=True)
-    if summary.error:
+    if summary.error and summary.status == "failed":
         terminal.print(indented(f"error     {summary.error}"), soft_wrap=True)
+    label = "next" if summary.status == "completed" else "continue"
+    for command in next_commands(summary, given):
+        terminal.print(on_one_line(f"{label:<10}{command}"), soft_wrap=True)
+        label = ""
 
 
 _NUMBERS = (

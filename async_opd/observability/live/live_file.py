@@ -35,7 +35,7 @@ class LiveRun:
     """The content of the file. ``born`` is when the kernel started the process, in its ticks.
 
     ``started`` and ``time`` are seconds since the epoch: of the run's begin, and of this sign of
-    life.
+    life. ``earlier_s`` are the seconds of the parts before, of a resumed run.
     """
 
     pid: Count
@@ -44,6 +44,12 @@ class LiveRun:
     started: Seconds
     time: Seconds
     waits: Mapping[str, str] = field(default_factory=dict)
+    earlier_s: Seconds = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of all parts of the run."""
+        return self.earlier_s + self.time - self.started
 
     @property
     def is_here(self) -> bool:
@@ -61,9 +67,12 @@ class LiveFile(Sink):
 
     name = "live view"
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, run_dir: Path, clock: Callable[[], float] = time.time, earlier_s: float = 0.0
+    ) -> None:
         self._path = run_dir / LIVE_FILE
         self._clock = clock
+        self._earlier_s = earlier_s
         self._waits: Mapping[str, str] = {}
         self._ended = threading.Event()
         self._failure: OSError | None = None
@@ -71,7 +80,8 @@ class LiveFile(Sink):
     def start(self) -> None:
         """Writes the file. OSError."""
         pid, now = os.getpid(), self._clock()
-        self._run = LiveRun(pid, socket.gethostname(), started_at(pid), now, now)
+        here = (pid, socket.gethostname(), started_at(pid))
+        self._run = LiveRun(*here, now, now, earlier_s=self._earlier_s)
         self.beat()
         self._thread = threading.Thread(target=self._beats, name="live-file", daemon=True)
         self._thread.start()

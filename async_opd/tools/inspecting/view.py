@@ -19,7 +19,7 @@ from async_opd.config.sections.teachers import TeacherConfig
 from async_opd.core.printable import on_one_line
 from async_opd.core.row import Media
 from async_opd.microscope import SampleRecord, records
-from async_opd.observability.terminal import terminal_on
+from async_opd.observability.terminal import table_terminal
 from async_opd.pictures import MEDIA, thumbnail_file, titled
 from async_opd.tools.report.recorded_run import RecordedRun
 from async_opd.tools.report.sample_status import sample_status
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 RED = ("", "on #4a1f1c", "on #70261f", "on #9a2d23", "bold white on #c23426")
 BLUE = ("", "on #16304d", "on #1b4573", "on #205a99", "bold white on #2670bf")
 """Styles by shade: of values above 0, and below."""
+UID = "uid"
+"""The column of texts that the command takes as an argument."""
 TOP = 3
 """The most probable tokens of a side in the table."""
 
@@ -46,12 +48,12 @@ class View:
     terminal: Console = field(init=False)
 
     def __post_init__(self) -> None:
-        self.terminal = terminal_on(self.file)
+        self.terminal = table_terminal(self.file)
 
     def lines(self, found: Iterable[str]) -> None:
         """Prints each line."""
         for line in found:
-            self.terminal.print(Text(on_one_line(line)))
+            self.terminal.print(Text(on_one_line(line)), soft_wrap=True)
 
     def overview(self, steps: Sequence[int]) -> None:
         """A row for each teacher, with means over its recorded tokens, and what is not there."""
@@ -89,7 +91,7 @@ class View:
     def samples(self, title: str, found: Sequence[SampleRecord]) -> None:
         """A row for each sample, with its worst token."""
         columns = (
-            *("uid", "step", "teacher", "tokens", "stale", "loss", "gap"),
+            *(UID, "step", "teacher", "tokens", "stale", "loss", "gap"),
             *("worst token", "its loss", "its gap", "clamps"),
         )
         self._table(title, columns, [self._sample_row(one) for one in found[: self.rows]])
@@ -169,12 +171,14 @@ class View:
         self._table(of, columns, rows)
 
     def _table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        cells = [[on_one_line(cell) for cell in row] for row in rows]
         table = Table(title=title)
-        for name in columns:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(on_one_line(cell)) for cell in row))
-        self.terminal.print(table)
+        for at, name in enumerate(columns):
+            longest = max((len(row[at]) for row in cells), default=0) if name == UID else None
+            table.add_column(name, overflow="fold", no_wrap=name == UID, min_width=longest)
+        for row in cells:
+            table.add_row(*map(Text, row))
+        self.terminal.print(table, crop=False)
 
 
 def _shares(one: SampleRecord, row: int, side: str) -> str:

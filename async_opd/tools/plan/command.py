@@ -18,6 +18,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import PlanConfig
 from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import escaped, on_one_line
+from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
 from async_opd.observability.terminal import duration, terminal_on
@@ -72,6 +73,7 @@ def plan(
     target: str, overrides: Sequence[str], *, gpus: int | None, out: str | None, as_json: bool
 ) -> None:
     """Predicts and advises; prints both and draws the chart. ConfigError with all problems."""
+    refuse_absent(Path(target), "CONFIG|RUN_DIR")
     source = _run(Path(target), overrides) if Path(target).is_dir() else _config(target, overrides)
     setting = setting_of(source.config, source.plan, source.where, gpus)
     advice = advise(setting, setting.gpus if gpus is None else gpus, source.config.seed)

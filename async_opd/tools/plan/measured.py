@@ -23,7 +23,7 @@ from async_opd.config.sections.plan import PlanConfig, TrainPlan
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign, number_of
 from async_opd.files.lines import MetricsRow, metrics_rows
-from async_opd.files.run_format import refuse_other_formats
+from async_opd.files.run_format import refuse_no_run
 from async_opd.observability.pool_report import POOLS_S, between_reports
 from async_opd.tools.plan.inputs import setting_of, slots_of
 from async_opd.tools.plan.setting import Lengths, Setting, mean_length, phi, warmup_versions
@@ -116,7 +116,7 @@ class MeasuredRun:
 
 def read_run(run_dir: Place) -> MeasuredRun:
     """Reads a run directory. ConfigError if files or metrics are missing or of another format."""
-    refuse_other_formats(run_dir)
+    refuse_no_run(run_dir)
     config_file = foreign(run_dir) / "config.yaml"
     config = load_config(config_file, recorded=True)
     record = RecordedSteps(config, foreign(run_dir))

@@ -34,7 +34,7 @@ Computes a training step of a run again, from the checkpoint before it and the b
 a run with log.replay: true keeps, and compares loss, gradient norm, other results and all weights
 bit by bit. If they differ, it says where first. Starts the trainer's ranks, and no engine.
 
-  async_opd replay runs/quickstart --step 57
+  async_opd replay runs/quickstart --step 12
 """
 EQUAL, DIFFERENT = 0, 1
 FIRST = ("loss/total", "train/grad_norm")

@@ -19,7 +19,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
 from async_opd.files.foreign import ForeignPath, foreign
 from async_opd.files.kept_steps import KeptFile, kept_files
-from async_opd.files.run_format import refuse_other_formats
+from async_opd.files.run_format import refuse_no_run
 from async_opd.tools.given_run import given_config
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def replay_plan(run_dir: Path, step: int, trusted: bool = False) -> ReplayPlan:
 
     ``trusted``: code that the run directory names may run.
     """
-    refuse_other_formats(run_dir)
+    refuse_no_run(run_dir)
     files: defaultdict[int, list[KeptFile]] = defaultdict(list)
     for file in kept_files(run_dir):
         files[file.step].append(file)

@@ -27,7 +27,7 @@ COMPARE = """\
 Prints the figures of several runs and the config keys that differ, and writes compare.html with
 their curves over each other.
 
-  async_opd compare runs/lr5 runs/lr6 --out compare.html
+  async_opd compare runs/quickstart runs/lr6 --out compare.html
 """
 
 
@@ -123,11 +123,11 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     from rich.text import Text
 
     from async_opd.core.printable import on_one_line
-    from async_opd.observability.terminal import terminal_on
+    from async_opd.observability.terminal import table_terminal
 
     table = Table(title=title)
     for name in columns:
         table.add_column(Text(on_one_line(name)))
     for row in rows:
         table.add_row(*(Text(on_one_line(cell)) for cell in row))
-    terminal_on(None).print(table)
+    table_terminal().print(table)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -37,10 +38,12 @@ from async_opd.files.foreign import (
     number_of,
 )
 from async_opd.files.lines import MetricsRow, json_object, json_objects, metrics_rows
-from async_opd.files.run_format import refuse_other_formats
+from async_opd.files.run_format import refuse_no_run
+from async_opd.observability.live.live_file import read_live
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.sinks import Status, Summary
 from async_opd.observability.trace import TRACE
+from async_opd.processes.run_lock import is_locked
 from async_opd.tools.report.sample_timelines import SampleTimeline, read_timelines
 
 STEP_S = "perf/step_s"
@@ -134,10 +137,18 @@ class RecordedRun:
         """``rollout``, ``teacher/<name>`` of each teacher, and ``train``."""
         return ("rollout", *(f"teacher/{name}" for name in self.config.teachers), "train")
 
-    @property
+    @cached_property
     def status(self) -> str:
-        """The summary's status; ``running or killed`` without one."""
-        return self.summary.status if self.summary else "running or killed"
+        """The summary's status; without one ``running`` or ``killed``, by the run lock.
+
+        ``running or killed`` where the lock says nothing: in a copy, of a run on another machine,
+        and on a file system without locks.
+        """
+        if self.summary:
+            return self.summary.status
+        live = read_live(self.folder)
+        locked = is_locked(Path(str(self.folder))) if live and live.is_here else None
+        return {True: "running", False: "killed", None: "running or killed"}[locked]
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of each row that has the metric."""
@@ -159,7 +170,7 @@ def read_recorded_run(place: Place, overrides: Sequence[str] = ()) -> RecordedRu
     ConfigError if it is none, or one of another format, or a config that is not valid; OSError.
     """
     folder = foreign(place)
-    refuse_other_formats(folder)
+    refuse_no_run(folder)
     config, left_out = load_recorded_config(folder / "config.yaml", overrides)
     metrics = folder / METRICS
     rows = (row for _, row in metrics_rows(metrics, HELD_BYTES)) if metrics.exists() else ()

@@ -34,7 +34,8 @@ SHOWN = 200
 """Messages and dead letters that a table shows: the last ones."""
 _TROUBLE = re.compile(
     r" is ejected: | is being rebuilt| is rebuilt| is gone for good| is replaced|going on after "
-    r"|^rollback |failed|was skipped|^no checkpoint|resampled: | is nan| is inf|expired"
+    r"|^rollback |^Ray is started again|failed|was skipped|^no checkpoint|resampled: | is nan"
+    r"| is inf|expired"
 )
 
 
@@ -73,7 +74,8 @@ def _drawn(found: Iterable[Chart | None]) -> tuple[Chart, ...]:
 def _verdict(run: RecordedRun, verdict: Verdict, prediction: str) -> str:
     error = run.summary.error if run.summary else None
     evidence = "".join(f"<li>{text(line)}</li>" for line in verdict.evidence)
-    failed = f"The run failed: {error}" if error else ""
+    how = "failed" if run.status == "failed" else f"was {run.status}"
+    failed = f"The run {how}: {error}" if error else ""
     return (
         f'<div class="card verdict {text(verdict.kind)}">'
         f"{paragraphs([failed, verdict.headline], 'headline')}"

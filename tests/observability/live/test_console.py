@@ -253,6 +253,34 @@ def test_the_end_screen_compares_before_after_and_teacher(
     assert row(table, "math") == ["math", "-", "50.0%", "-"]
 
 
+def test_the_end_screen_of_a_completed_run_has_the_next_commands(
+    plain: PlainConsole, out: io.StringIO
+) -> None:
+    plain.close(summary(run_dir=Path("/my runs/demo"), metrics={"eval/sort/accuracy": 0.5}))
+    assert out.getvalue().splitlines()[-3:] == [
+        "next      async_opd report '/my runs/demo'",
+        "          async_opd eval '/my runs/demo/config.yaml' '/my runs/demo' eval.n=4",
+        "          async_opd export '/my runs/demo' demo-student",
+    ]
+
+
+def test_a_run_without_evaluations_is_not_evaluated_next(
+    plain: PlainConsole, out: io.StringIO
+) -> None:
+    plain.close(summary())
+    assert "async_opd eval" not in out.getvalue()
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_the_end_screen_of_a_run_that_has_not_completed_has_the_command_that_continues_it(
+    plain: PlainConsole, out: io.StringIO, status: str
+) -> None:
+    plain.close(summary(status=status, error="a signal ended the run"))
+    command = "async_opd run runs/demo/config.yaml --run-dir runs/demo --resume"
+    assert out.getvalue().splitlines()[-1] == f"continue  {command}"
+    assert ("error" in out.getvalue()) == (status == "failed")
+
+
 def test_the_end_screen_says_status_time_and_error(plain: PlainConsole, out: io.StringIO) -> None:
     plain.close(summary(status="failed", error="train: out of memory"))
     assert "failed, 100 steps in 1:02:03" in out.getvalue()

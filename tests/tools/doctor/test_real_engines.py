@@ -23,7 +23,7 @@ def test_engines_of_a_working_run_agree_within_rounding_and_take_an_update(tmp_p
     data.write_text("\n".join(map(json.dumps, prompts)))
     teachers = f"teachers={{sort: {{model: {MODELS / 'teacher-sort'}, replicas: 2}}}}"
     given = [str(EXAMPLE), f"data.train=[{data}]", "data.eval=[]", teachers]
-    command = [sys.executable, "-m", "async_opd.cli", "doctor", *given]
+    command = [sys.executable, "-m", "async_opd", "doctor", *given]
     done = subprocess.run(
         [*command, "--engines", "--json"],
         capture_output=True,

@@ -68,7 +68,7 @@ def test_every_shell_has_a_script_for_the_command(
 )
 def test_bash_completes_the_line(line: str, expected: list[str], tmp_path: Path) -> None:
     command = tmp_path / "async_opd"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m async_opd.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m async_opd "$@"\n')
     command.chmod(0o755)
     words = " ".join(line.split())
     script = f"""

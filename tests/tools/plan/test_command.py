@@ -186,4 +186,4 @@ def test_too_few_gpus_are_refused_with_the_arithmetic(
 
 
 def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot be read" in refused(capsys, "no-such.yaml")
+    assert "no-such.yaml does not exist" in refused(capsys, "no-such.yaml")

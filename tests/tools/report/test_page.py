@@ -19,7 +19,7 @@ from async_opd.config.load import load_config
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError
 from async_opd.files.origin import add_origin, read_origins
-from async_opd.observability.sinks import Summary
+from async_opd.observability.sinks import Status, Summary
 from async_opd.tools.report.charts import shares_over_time
 from async_opd.tools.report.comparison import differing_keys, labels
 from async_opd.tools.report.facts import Facts, facts_of
@@ -148,6 +148,24 @@ def test_the_life_of_a_sample_adds_up(run: RecordedRun) -> None:
     assert (values[0]["a"], values[-1]["b"]) == (0, 1)
     longest = max(one["b"] for one in single.spec["data"]["values"])
     assert longest == max(life.whole for life in run.timelines) / 1e6
+
+
+def test_a_further_start_of_ray_is_an_event(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    event = "Ray is started again: its processes did not start in time"
+    (folder / "run.log").write_text(f"2026-11-22T10:00:00+00:00 {event}\n")
+    run = read_recorded_run(folder)
+    assert f"<td>{event}</td>" in report(run, judge(run), "")
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_the_verdict_says_how_a_run_has_ended(tmp_path: Path, status: Status) -> None:
+    folder = write_run(tmp_path / "run")
+    ended = {"status": status, "seconds": 1.0, "error": "a cause"}
+    (folder / "summary.json").write_text(json.dumps(ended))
+    run = read_recorded_run(folder)
+    how = "was interrupted" if status == "interrupted" else "failed"
+    assert f"The run {how}: a cause" in report(run, judge(run), "")
 
 
 def test_the_time_between_two_parts_of_a_run_is_no_wall_time(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 
 from async_opd.core.errors import ConfigError
 from async_opd.files.run_format import FORMAT_FILE
+from async_opd.observability.live.live_file import LiveFile
+from async_opd.observability.sinks import Summary
+from async_opd.processes.run_lock import run_lock
 from async_opd.tools.report.recorded_run import RecordedRun, read_recorded_run
 from tests.tools.plan.runs import write_run
 
@@ -155,3 +159,15 @@ def test_whatever_a_file_holds_the_run_is_read(
     folder = write_run(tmp_path_factory.mktemp("any") / "run", steps=1)
     (folder / name).write_bytes(content)
     assert isinstance(read_recorded_run(folder), RecordedRun)
+
+
+@pytest.mark.parametrize("status", ["running", "killed"])
+def test_a_run_without_a_summary_is_running_or_killed_by_its_lock(
+    folder: Path, status: str
+) -> None:
+    (folder / "summary.json").unlink()
+    live = LiveFile(folder)
+    live.start()
+    with run_lock(folder) if status == "running" else nullcontext():
+        assert read_recorded_run(folder).status == status
+    live.close(Summary("failed", None, 0, 0.0, folder))
