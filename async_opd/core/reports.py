@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from async_opd.core.samples import Header
+if TYPE_CHECKING:  # numpy: a config is read without it
+    from async_opd.core.samples import Header
 
 LEASE = "lease"
 """The event of a sample at the moment at which a consumer takes it from the queue."""

@@ -333,7 +333,7 @@ class Living:
         """The real ``run`` on the stages of ``stages``, in this thread."""
         text: Any = SimpleNamespace(encode=None, response_ends=tuple)
         text.of_teacher = lambda *_: text
-        nothing = type("Nothing", (Sink,), {"name": "nothing", "__init__": lambda *_: None})
+        nothing = type("Nothing", (Sink,), {"name": "nothing", "__init__": lambda *_, **__: None})
         fakes: list[AbstractContextManager[Any]] = [
             patch.object(runs, "launch", self._launch),
             patch.object(runs, "Text", SimpleNamespace(of=lambda config: text)),
