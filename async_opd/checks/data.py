@@ -21,7 +21,14 @@ from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.accuracy import metric_names
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
-from async_opd.grading.graders import REMEDY, evaluates, find_grader, is_function, load_grader
+from async_opd.grading.graders import (
+    KNOWN,
+    REMEDY,
+    evaluates,
+    find_grader,
+    is_function,
+    load_grader,
+)
 from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.queue.sizes import in_mib
@@ -98,8 +105,7 @@ class DataChecks:
         except (ImportError, ValueError) as error:  # of a built-in one
             fault = f"{name} cannot be loaded: {in_words(error)}"
         if fault:
-            remedy = "exact, gsm8k, math_verify, regex:PATTERN, or module:function on PYTHONPATH"
-            self.found.add(key, fault, remedy)
+            self.found.add(key, fault, f"{KNOWN}, or module:function on PYTHONPATH")
 
     def best_metric(self) -> None:
         """Checks that evaluations have what ``checkpoint.keep_best`` compares."""

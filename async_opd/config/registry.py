@@ -19,3 +19,6 @@ TRANSPORTS = {
     "shared_memory": "rollouter.transports.shared_memory",
 }
 """Modules with both ends of a weight transport, by ``sync.backend``."""
+THROUGH_HOST = ("gloo", "shared_memory")
+"""Transports by which weights come to a GPU through host memory, which the memory plan then counts.
+Any other one is taken for one between GPUs, as NCCL is."""

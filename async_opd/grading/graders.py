@@ -215,9 +215,8 @@ def _function(name: str) -> Any:
     if not place and names_user_code(name, GRADERS):
         return user_object(name, GRADERS)
     if not place:
-        known = ", ".join([*BUILT_IN, "math_verify", "regex:PATTERN"])
         raise ValueError(
-            f"{name!r} is none of {known}, module:function, file.py:function and an entry point of "
+            f"{name!r} is none of {KNOWN}, module:function, file.py:function and an entry point of "
             f"{GRADERS}"
         )
     if not place.endswith(".py"):
@@ -312,6 +311,8 @@ def matched(pattern: re.Pattern[str], response: str, row: Row) -> Grade:
 
 BUILT_IN: dict[str, Grader] = {"exact": exact, "gsm8k": gsm8k}
 """Graders that need no package."""
+KNOWN = ", ".join([*BUILT_IN, "math_verify", f"{REGEX}:PATTERN"])
+"""The graders that need no code of the user, for messages."""
 
 
 def math_verify(response: str, row: Row) -> Grade:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from async_opd.config.device_defaults import recomputation, reduces_once
+from async_opd.config.registry import THROUGH_HOST
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import score_kind
 from async_opd.config.sections.rollout import RolloutConfig
@@ -55,10 +56,6 @@ ON_HOST = {
     "parameters": frozenset({"parameters", "gradients", "moments"}),
 }
 """Terms that ``train.offload`` keeps in host memory."""
-
-THROUGH_HOST = ("gloo", "shared_memory")
-"""Transports by which weights come to a GPU through host memory. Another module's is taken for one
-between GPUs, as NCCL is."""
 
 Sizes = Callable[[str], ModelSize]
 """The size of a local model by its directory."""

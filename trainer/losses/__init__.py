@@ -1,4 +1,6 @@
-"""Objectives, one file each: losses of response tokens, in nats, with their gradients.
+"""Objectives: losses of response tokens, in nats, with their gradients.
+
+Each divergence has a file; the estimators of sampled tokens share one.
 
 ``q`` is the student under its current weights, at temperature 1, ``p`` the teacher, at the
 temperature ``teachers.<name>.temperature``. Responses were sampled from the student, perhaps under
@@ -15,10 +17,9 @@ import math
 from typing import TYPE_CHECKING
 
 from trainer.losses.base import DivergenceFunction, user_divergence
-from trainer.losses.estimators import SampledEstimator
+from trainer.losses.estimators import K1, SampledEstimator
 from trainer.losses.forward_kl import ForwardKL
 from trainer.losses.jsd import MixedKL, jsd
-from trainer.losses.k1 import K1
 from trainer.losses.objective import Objective
 from trainer.losses.reverse_kl import ReverseKL
 from trainer.losses.surrogate import ClippedSurrogate

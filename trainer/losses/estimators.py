@@ -1,7 +1,8 @@
-"""Sampled-token estimators k2, k3 and abs (Schulman, "Approximating KL Divergence"); binary KL.
+"""Sampled-token estimators k1, k2, k3 and abs (Schulman, "Approximating KL Divergence"); binary KL.
 
 With y ~ q and d = log q(y) - log p(y):
 
+    k1 = d               policy gradient -A ∇log q with A = -d:  in expectation that of KL(q ‖ p)
     k2 = d² / 2          supervised gradient d ∇log q:           in expectation that of KL(q ‖ p)
     k3 = exp(-d) - 1 + d supervised gradient (1 - p/q) ∇log q:   in expectation that of KL(p ‖ q)
     abs = |d|            supervised gradient sign(d) ∇log q:     in expectation that of Σ |q - p|
@@ -16,8 +17,9 @@ is that of the student's own logits, which has no such limit.
 
 ``policy_gradient`` holds the estimate constant and uses its negative as the advantage of the
 sampled token: the loss is -A log q(y) with A = -k(d). That is not the gradient of the estimate's
-expectation, but the usual meaning of the name. k1 is in ``k1.py``: its supervised gradient does not
-depend on the teacher.
+expectation, but the usual meaning of the name. k1 has no supervised gradient: its expectation is
+E[∇ log q] = 0, without the teacher. A > 0 where the teacher gives the token a higher probability
+than the student. q is always the student under its current weights, never under those that sampled.
 """
 
 from __future__ import annotations
@@ -107,3 +109,15 @@ class CrossEntropy:
         self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
     ) -> SampledSlopes:
         return SampledSlopes(-log_q, torch.full_like(log_q, -1.0))
+
+
+@dataclass(frozen=True)
+class K1:
+    """-A_t log q(y_t) of each token; ``clamp`` bounds A_t to [-clamp, clamp]."""
+
+    clamp: float | None
+
+    def __call__(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, log_rest: torch.Tensor
+    ) -> SampledSlopes:
+        return policy_gradient(log_p - log_q, log_q, self.clamp)
