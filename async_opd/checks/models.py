@@ -145,7 +145,7 @@ class ModelChecks:
     def _redirected(self, key: str, files: ModelFiles) -> None:
         """Checks that engines load the files that were checked, not another model's."""
         if files.redirects:
-            effect = "engines would load another model or configuration in its place"
+            effect = "other files would be loaded, or saved, in its place"
             message = f"{files.path} has {', '.join(files.redirects)}: {effect}"
             self.found.add(key, message, "name the model itself, without these")
 
@@ -166,12 +166,12 @@ class ModelChecks:
     def _links(self, key: str, files: ModelFiles) -> None:
         """Checks that a model's files are its own: links lead to no other file of the user's."""
         for file in foreign(files.path):
-            self.found.add(
-                key,
-                f"{file} is a link to {os.path.realpath(file)}, out of the model: its contents "
-                "would get into the trained model, or into prompts that a server is sent",
-                "put the file itself there, or remove the link",
-            )
+            effect = "out of the model: its contents would get into the trained model, or into "
+            effect += "prompts that a server is sent"
+            if os.path.isdir(file):
+                effect = "a folder, whose files are not checked and which engines would open"
+            message = f"{file} is a link to {os.path.realpath(file)}, {effect}"
+            self.found.add(key, message, "put the file itself there, or remove the link")
 
     def _own_code(self, key: str, files: ModelFiles) -> None:
         """Checks that code is trusted, and lies in the pinned repository, not in another one."""

@@ -29,15 +29,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def named_values(
-    tree: object, key: str, above: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
+def named_values(tree: object, key: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Where a key has a value other than null, at any depth, such as (vision_config, backbone)."""
+    return (one for one in every_value(tree) if one[0][-1] == key)
+
+
+def every_value(tree: object, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All values but null, at any depth, each after the keys that lead to it, which are cut."""
     entries: Iterable[tuple[Any, Any]] = tree.items() if isinstance(tree, Mapping) else ()
     entries = enumerate(tree) if isinstance(tree, list) else entries
     for name, value in entries:
         keys = (*above, str(name)[:LONGEST_KEY])
-        if name == key and value is not None:
+        if value is not None:
             yield keys, value
         if isinstance(value, Mapping | list):
-            yield from named_values(value, key, keys)
+            yield from every_value(value, keys)

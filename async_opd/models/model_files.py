@@ -12,7 +12,8 @@ from typing import Any
 
 from async_opd.core.errors import in_words
 from async_opd.files.absent import nearest
-from async_opd.models.json_files import LONGEST_KEY, named_values, read_json
+from async_opd.models.json_files import LONGEST_KEY, every_value, named_values, read_json
+from async_opd.models.own_files import folders
 from async_opd.models.processor import further_models, other_classes
 from async_opd.models.tokenizer import Text, eos_ids, text_settings
 
@@ -53,17 +54,26 @@ of torch, and their arguments: such a file runs any command."""
 GLOBAL = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 """Keys of Gemma 4's published configs for its layers without a window, and the keys that they
 replace there. transformers writes ``per_layer_config`` instead."""
-ALIASES = "attribute_map"
-"""Key of a configuration's aliases: by one of them another key would count as ``auto_map``."""
+OF_CLASSES = frozenset(
+    {
+        *("attribute_map", "sub_configs", "_auto_class", "validate", "to_dict", "to_diff_dict"),
+        *("to_json_string", "save_pretrained", "get_text_config"),
+    }
+)
+"""Keys that would replace an attribute of transformers' configuration. By an alias another key
+would count as ``auto_map``; with ``_auto_class``, saving copies the file of ``__module__``."""
 BACKBONE = "backbone"
 """Key of a model of a hub or of timm, at any depth of a config.json: transformers would ask there
 for its configuration. The settings of a backbone, in ``backbone_config``, are the model's own."""
+TIMM = frozenset({"timm_wrapper", "timm_backbone"})
+"""Kinds of models that timm makes, of a name and of files that ``pretrained_cfg`` may name."""
 MOST_LAYERS = 10_000
 WITH_CODE = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
 """Files whose ``auto_map``, at any depth, names classes of a model's own code."""
+CONFIG = "config.json"
 ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
 """With peft installed, transformers loads the model that an adapter's configuration names."""
 
@@ -122,6 +132,8 @@ class ModelFiles:
     """Files and keys that name a processor's further model."""
     quantization: Mapping[str, Any] = field(default_factory=dict)
     """The content of ``hf_quant_config.json``."""
+    inner: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """The content of each ``config.json`` in a folder below, by its path in the directory."""
 
     @classmethod
     def read(cls, model: str, weights: bool = True) -> ModelFiles | None:
@@ -159,6 +171,10 @@ class ModelFiles:
                 code=(*_own_code(path), *(OwnCode(*one) for one in other_classes(path))),
                 further=tuple(further_models(path)),
                 quantization=read_json(path / OWN_QUANTIZATION),
+                inner={
+                    str(folder.relative_to(path) / CONFIG): read_json(folder / CONFIG)
+                    for folder in folders(path)
+                },
             )
         except ModelError:
             raise
@@ -212,8 +228,12 @@ class ModelFiles:
     @property
     def unknown_quantization(self) -> str:
         """The first quantization, at any depth, whose settings may name functions; '' if none."""
-        found = [(keys, one) for key in QUANTIZED for keys, one in named_values(self.config, key)]
-        places = {f"config.json: {'.'.join(keys)}": one for keys, one in found}
+        places: dict[str, object] = {
+            f"{file}: {'.'.join(keys)}": one
+            for file, content in self._configs.items()
+            for key in QUANTIZED
+            for keys, one in named_values(content, key)
+        }
         if self.quantization:
             places[OWN_QUANTIZATION] = self.quantization
         for place, settings in places.items():
@@ -222,11 +242,19 @@ class ModelFiles:
         return ""
 
     @property
+    def _configs(self) -> dict[str, dict[str, Any]]:
+        """Every config.json of the directory and of the folders below it."""
+        return {CONFIG: self.config, **self.inner}
+
+    @property
     def redirects(self) -> list[str]:
         """Keys, each after its file, that make an engine load another model in its place."""
         found = [f"config.json: {key}" for key in REDIRECTS if self.config.get(key) is not None]
         named = [keys for keys, one in named_values(self.config, BACKBONE) if isinstance(one, str)]
-        named += [keys for keys, _ in named_values(self.config, ALIASES)]
+        named += [keys for keys, _ in named_values(self.config, "pretrained_cfg")]
+        of_timm = named_values(self.config, "model_type")
+        named += [keys for keys, one in of_timm if isinstance(one, str) and one in TIMM]
+        named += [keys for keys, _ in every_value(self.config) if is_of_class(keys[-1])]
         found += [f"config.json: {'.'.join(keys)}" for keys in islice(named, 3)]
         found += self.further
         return found if self.base is None else [*found, f"{ADAPTER}: {BASE}"]
@@ -251,6 +279,11 @@ class ModelFiles:
     def _number(self, name: str) -> int | None:
         value = text_settings(self.config).get(name)
         return value if isinstance(value, int) and value > 0 else None
+
+
+def is_of_class(key: str) -> bool:
+    """Whether a configuration with this key would have lost an attribute of its class."""
+    return key in OF_CLASSES or key.startswith("__")
 
 
 def is_vision_model(model: str) -> bool:

@@ -7,6 +7,7 @@ become part of the trained model, which people publish. The files of the hub's c
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -51,22 +52,29 @@ def texts(model: Path) -> Iterator[Path]:
     for entry in _entries(model):
         if entry.is_file():
             yield entry
-    if foreign_templates(model) is None and (model / TEMPLATES).is_dir():
+    if (model / TEMPLATES).is_dir() and not (model / TEMPLATES).is_symlink():
         yield from (entry for entry in _entries(model / TEMPLATES) if entry.is_file())
 
 
-def foreign_templates(model: Path) -> Path | None:
-    """The folder of templates, if it is a link to a place outside of the model."""
-    folder = model / TEMPLATES
-    inside = _leads_to(ForeignPath(model, (TEMPLATES,), own_links=True))
-    return None if inside or not folder.is_dir() else folder
-
-
 def foreign(model: Path) -> list[Path]:
-    """Files, and the folder of templates, that are links to a place outside of the model."""
-    folder = foreign_templates(model)
+    """Files that are links to a place outside of the model, and every link to a folder."""
     linked = [file for file in texts(model) if own_file(file, model) is None]
-    return [*linked, *([] if folder is None else [folder])]
+    return [*linked, *linked_folders(model)]
+
+
+def linked_folders(model: Path) -> list[Path]:
+    """Links to folders, at any depth. What is read through them has not been looked at."""
+    return [folder for folder in folders(model) if folder.is_symlink()]
+
+
+def folders(model: Path) -> Iterator[Path]:
+    """All folders below a model, hidden ones too; a link to one is there, but not entered."""
+    left = [model]
+    while left:
+        for entry in sorted(left.pop().iterdir()):
+            if os.path.isdir(entry):
+                yield entry
+                left += [] if entry.is_symlink() else [entry]
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
 from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.models.json_files import named_values, read_json
+from async_opd.models.own_files import folders, linked_folders
 from async_opd.models.unasked import without_hub
 
 if TYPE_CHECKING:
@@ -238,21 +239,13 @@ def other_classes(path: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
     those of retrieval, say, read and write files wherever another file says. Raises what
     ``read_json`` does.
     """
-    for file in (path, *_folders(path)):
+    for folder in (path, *folders(path)):
         for name in CLASS_FILES:
-            content = read_json(file / name)
+            content = read_json(folder / name)
             for key in CLASS_KEYS:
                 for keys, found in named_values(content, key):
                     if not CLASSES.fullmatch(str(found)):
-                        yield str((file / name).relative_to(path)), keys, str(found)
-
-
-def _folders(path: Path) -> Iterator[Path]:
-    """The folders of a model, at any depth, without those behind links and hidden ones."""
-    for one in path.iterdir():
-        if one.is_dir() and not one.is_symlink() and not one.name.startswith("."):
-            yield one
-            yield from _folders(one)
+                        yield str((folder / name).relative_to(path)), keys, str(found)
 
 
 def _refuse_further(model: Path, trusted: bool) -> None:
@@ -261,9 +254,13 @@ def _refuse_further(model: Path, trusted: bool) -> None:
         remedy = "download it first: a folder of that name is another model"
         raise ProcessorError(f"{model} is a model of a hub, whose files are not here", remedy)
     try:
+        linked = linked_folders(model)
         named, others = list(further_models(model)), list(other_classes(model))
     except (OSError, ValueError) as error:
         raise ProcessorError(f"{model} cannot be read: {error}", "repair the file") from error
+    if linked:
+        cause = f"{linked[0]} is a link to a folder, whose files are not looked at"
+        raise ProcessorError(cause, "put the folder itself there, or remove the link")
     if named:
         cause = f"{model}/{named[0]} is of an audio tokenizer, a further model"
         raise ProcessorError(cause, "take a model without one, or remove it from the file")

@@ -50,8 +50,9 @@ def problems(folder: Path, section: str, files: dict[str, Any], *overrides: str)
         {"config.json": {"text_config": {"compression_config": TORCHAO}}},
         {"config.json": {"thinker_config": {"a": [{"quantization_config": TORCHAO}]}}},
         {"hf_quant_config.json": TORCHAO},
+        {"a/.b/config.json": {"quantization_config": TORCHAO}},
     ],
-    ids=["config", "capitals", "no method", "text part", "any depth", "a file beside it"],
+    ids=["config", "capitals", "no method", "text part", "any depth", "beside it", "a folder"],
 )
 def test_quantization_whose_settings_may_name_functions_is_refused(
     tmp_path: Path, section: str, files: dict[str, Any]
@@ -115,6 +116,7 @@ def test_a_further_model_of_a_processor_is_refused_before_an_engine_reads_it(
         ("processor_config.json", {"processor_class": "RagRetriever"}),
         ("preprocessor_config.json", {"image_processor": {"image_processor_type": "AutoModel"}}),
         ("a/b/tokenizer_config.json", {"tokenizer_class": "RagRetriever"}),
+        (".a/tokenizer_config.json", {"tokenizer_class": "LlamaForCausalLM"}),
     ],
 )
 def test_a_class_that_is_neither_tokenizer_nor_processor_is_refused(
@@ -129,6 +131,13 @@ def test_a_class_that_is_neither_tokenizer_nor_processor_is_refused(
 def test_a_class_of_a_tokenizer_is_not(tmp_path: Path, name: str) -> None:
     files = {"tokenizer_config.json": {"tokenizer_class": name}}
     assert problems(tmp_path, "teachers.sort", files) == []
+
+
+def test_a_link_to_a_folder_is_refused_where_an_image_processor_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / ".q").mkdir()
+    (tmp_path / "qformer_tokenizer").symlink_to(".q")
+    with pytest.raises(ProcessorError, match="qformer_tokenizer is a link to a folder"):
+        ImageProcessor.load(str(tmp_path))
 
 
 def test_such_a_class_is_refused_where_an_image_processor_is_loaded(tmp_path: Path) -> None:

@@ -89,6 +89,17 @@ def test_check_refuses_a_student_with_a_file_from_elsewhere(
     assert f"{link} is a link to {secret}" in said.err
 
 
+@pytest.mark.parametrize("name", ["qformer_tokenizer", ".a/b", "additional_chat_templates"])
+def test_check_refuses_a_link_to_a_folder_of_the_model_too(
+    tmp_path: Path, model: Path, name: str
+) -> None:
+    (model / ".a").mkdir()
+    (model / name).symlink_to(model / ".a")
+    said = checked(tmp_path, model)
+    assert said.code == 2
+    assert f"{model / name} is a link to {model / '.a'}, a folder" in said.err
+
+
 @pytest.mark.parametrize(
     "section", ["", "kind: endpoint, urls: ['http://127.0.0.1:9'], served_model: m, "]
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer
 
 from async_opd.config.load import dump_config, load_config
@@ -21,6 +22,8 @@ from async_opd.models.engine_args import engine_kwargs
 from async_opd.models.hub import localize, naming_faults
 from async_opd.models.special_tokens import SpecialTokens
 from tests.fuzz.command import STUDENT, Said, command, good, written
+from trainer.saving.export import save_model
+from trainer.student.loading import EmptyStudent
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DEPTHS = [100, 900, 100_000]
@@ -180,15 +183,33 @@ def test_the_first_authors_code_of_a_family_that_transformers_has_is_no_fault(
             "attribute_map",
         ),
         ({"text_config": {"attribute_map": {"theirs": "auto_map"}}}, "text_config.attribute_map"),
+        ({"_auto_class": "AutoConfig"}, "_auto_class"),
+        ({"text_config": {"sub_configs": {}}}, "text_config.sub_configs"),
+        ({"__module__": "json.decoder"}, "__module__"),
     ],
 )
-def test_aliases_of_keys_are_refused_also_of_a_trusted_model(
+def test_keys_that_replace_what_a_class_has_are_refused_also_of_a_trusted_model(
     tmp_path: Path, content: dict[str, Any], key: str
 ) -> None:
     model = with_settings(tmp_path, "config", content)
     said = checked(tmp_path, f"student={{model: {model}, trust_remote_code: true}}")
     assert said.code == 2
-    assert f"has config.json: {key}: engines would load another" in said.err
+    assert f"has config.json: {key}" in said.err
+    assert "other files would be loaded, or saved" in said.err
+
+
+def test_no_file_of_a_module_that_a_config_names_gets_into_the_trained_model(
+    tmp_path: Path,
+) -> None:
+    hook = {"_auto_class": "AutoConfig", "__module__": "json.decoder"}
+    source = with_settings(tmp_path, "config", hook)
+    student = EmptyStudent(source)
+    student.fill(torch.device("cpu"))
+    save_model(
+        student.model, str(source), str(tmp_path / "out"), student.model.state_dict().items()
+    )
+    assert not list((tmp_path / "out").glob("*.py"))
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_the_code_of_a_part_is_that_of_the_repository_which_the_part_names(tmp_path: Path) -> None:
@@ -344,6 +365,8 @@ VERIFIER = {"algorithm": "eagle3", "verifier": {"name_or_path": "somebody/else"}
         ("config", {"backbone": "somebody/else"}),
         ("config", {"vision_config": {"backbone": "resnet50"}}),
         ("config", {"backbone_config": {"model_type": "timm_backbone", "backbone": "a/b"}}),
+        ("config", {"vision_config": {"model_type": "timm_wrapper", "architecture": "resnet18"}}),
+        ("config", {"vision_config": {"pretrained_cfg": {"file": "/home/user/weights.bin"}}}),
         ("adapter_config", {"base_model_name_or_path": "somebody/else"}),
     ],
 )

@@ -28,6 +28,7 @@ import torch
 from async_opd.config.device_defaults import offloads
 from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
+from async_opd.models.model_files import is_of_class
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.unasked import without_hub
 from trainer.layers import set_recomputation
@@ -228,6 +229,8 @@ def _made(directory: Path, trust_remote_code: bool) -> Any:
 
     trust = {"trust_remote_code": trust_remote_code}
     settings = AutoConfig.from_pretrained(directory, **trust)
+    for key in filter(is_of_class, list(vars(settings))):  # saving them would copy files
+        del vars(settings)[key]
     # A config.json may name a kernel, which transformers would download and run.
     settings._attn_implementation = None
     vision = getattr(settings, "vision_config", None) is not None
