@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,9 +55,14 @@ AT_ONCE_BYTES = 1 << 30
 and of a column with lists 8 bytes for each of its values, all of which one row may have."""
 HEADER_BYTES = 1 << 16
 MAX_PAGES = 100_000
-FOOTER_BYTES, TAIL_BYTES = 16 << 20, 8
-DATA, DATA_V2 = 5, 8
-"""Fields of a page's header that have the number of its values, where the page has any."""
+"""Of all columns of a row group: each header is read."""
+FOOTER_BYTES, TAIL_BYTES, MARK = 4 << 20, 8, b"PAR1"
+"""Most of a footer: pyarrow takes some 200 times as much memory as one of few bytes a column."""
+KINDS = {0: 5, 2: 7, 3: 8}
+"""Types of pages with values (data, dictionary, data of version 2), and the fields of the header
+that have their number. pyarrow passes over others, by another count of bytes."""
+INTEGERS = {4: 16, 5: 32, 6: 64}
+"""Bits of thrift's integers. pyarrow would cut off what a larger one has more."""
 GROUPS, COLUMNS, ROWS, ABOUT = 4, 1, 3, 3
 """Fields of a footer, of a row group in it, and of a column in that."""
 VALUES, DECOMPRESSED, COMPRESSED, FIRST, FIRST_DICTIONARY = 5, 6, 7, 9, 11
@@ -66,13 +72,17 @@ VALUES, DECOMPRESSED, COMPRESSED, FIRST, FIRST_DICTIONARY = 5, 6, 7, 9, 11
 def row_groups(file: IO[bytes]) -> list[Any]:
     """A parquet file's footer: its row groups, by the numbers of thrift's fields.
 
-    Not by pyarrow: a column's sizes that are not valid end the process there.
+    Not by pyarrow: a column's sizes that are not valid end the process there. ValueError for a
+    footer that is too large for pyarrow to read.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - TAIL_BYTES, 0))
-    (length,) = struct.unpack_from("<I", file.read(TAIL_BYTES))
+    length, mark = struct.unpack_from("<I4s", file.read(TAIL_BYTES))
+    if mark != MARK:
+        raise ValueError("it does not end as a parquet file does")
     if length > min(size, FOOTER_BYTES):
-        raise ValueError(f"its footer says that it has {length} bytes")
+        cause = f"its footer says that it has {length} bytes, of at most {FOOTER_BYTES}"
+        raise ValueError(f"{cause}: write larger row groups, or several files")
     file.seek(size - TAIL_BYTES - length)
     groups: list[Any] = _Thrift(file.read(length)).section().get(GROUPS, [])
     return groups
@@ -85,15 +95,21 @@ def refuse_large_group(group: Any, repeated: list[bool], file: IO[bytes] | None)
     there is what the file's footer says, which a page may exceed.
     """
     at_once = largest = declared = 0
+    left = MAX_PAGES
     for column, lists in zip(group[COLUMNS], repeated, strict=True):
         about = column[ABOUT]
         declared += about[DECOMPRESSED]
-        pages = [] if file is None else list(_pages(about, file))
-        sizes = [[size for size, values in pages if bool(values) == data] for data in (False, True)]
-        at_once += sum(max(one, default=0) for one in sizes)
+        pages = [] if file is None else list(islice(_pages(about, file), left + 1))
+        left -= len(pages)
+        if left < 0:
+            raise ValueError(f"a row group has more than {MAX_PAGES} pages")
+        for wanted in (True, False):
+            sizes = (size for size, _, dictionary in pages if dictionary == wanted)
+            at_once += max(sizes, default=0)
         if lists:
-            at_once += 8 * max(about[VALUES], sum(values for _, values in pages))
-        largest = max([largest, *(size for size, _ in pages)])
+            counted = sum(values for _, values, dictionary in pages if not dictionary)
+            at_once += 8 * max(about[VALUES], counted)
+        largest = max([largest, *(size for size, _, _ in pages)])
     if declared > 2 * MAX_ROW_BYTES * group[ROWS]:
         most = f"more than {MAX_ROW_BYTES >> 20} MiB a row"
         raise ValueError(f"a row group of {group[ROWS]} rows has {declared} bytes, {most}")
@@ -104,21 +120,23 @@ def refuse_large_group(group: Any, repeated: list[bool], file: IO[bytes] | None)
     return largest
 
 
-def _pages(column: Any, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Decompressed bytes, and number of values, of each page of a column, by its header."""
+def _pages(column: Any, file: IO[bytes]) -> Iterator[tuple[int, int, bool]]:
+    """Decompressed bytes, number of values, and whether it is a dictionary, of each page.
+
+    To the end of the column: the number of its values is that of the footer, and not of the pages.
+    """
     at = min(start for start in (column[FIRST], column.get(FIRST_DICTIONARY, 0)) if start)
-    end, left = at + column[COMPRESSED], column[VALUES]
-    for _ in range(MAX_PAGES):
-        if at >= end or left <= 0:
-            return
+    end = at + column[COMPRESSED]
+    while at < end:
         header, nbytes = _header(file, at)
-        size, stored = header[2], header[3]
-        values = header.get(DATA, header.get(DATA_V2, {})).get(1, 0)
+        kind, size, stored = header[1], header[2], header[3]
+        if kind not in KINDS:
+            raise ValueError(f"a page has the type {kind}, of {sorted(KINDS)}")
+        values = header[KINDS[kind]][1]
         if min(size, stored, values) < 0:
             raise ValueError("a page has a size below 0")
-        at, left = at + nbytes + stored, left - values
-        yield size, values
-    raise ValueError(f"a column of a row group has more than {MAX_PAGES} pages")
+        at += nbytes + stored
+        yield size, values, kind == 2
 
 
 def _header(file: IO[bytes], at: int) -> tuple[dict[int, Any], int]:
@@ -143,15 +161,17 @@ class _Thrift:
         fields: dict[int, Any] = {}
         field = 0
         while head := self._byte():
-            field = field + (head >> 4) if head >> 4 else self._signed()
+            field = field + (head >> 4) if head >> 4 else self._signed(16)
+            if not 0 < field < 1 << 15:
+                raise ValueError(f"its footer or a page has a field {field}")
             if field in fields:  # readers differ in which of them counts
                 raise ValueError(f"field {field} of its footer or of a page is there twice")
             fields[field] = None if head & 15 in (1, 2) else self._value(head & 15)
         return fields
 
     def _value(self, kind: int) -> Any:
-        if kind in (4, 5, 6):
-            return self._signed()
+        if kind in INTEGERS:
+            return self._signed(INTEGERS[kind])
         if kind == 12:
             return self.section()
         if kind in (9, 10):
@@ -177,14 +197,21 @@ class _Thrift:
                 return found
         raise ValueError("a number has more than 10 bytes")
 
-    def _signed(self) -> int:
+    def _signed(self, bits: int) -> int:
         found = self._number()
+        if found >> bits:
+            raise ValueError(f"a number of {bits} bits is {found}")
         return (found >> 1) ^ -(found & 1)
 
 
 def refuse_compressed(messages: Any) -> None:
-    """ValueError if a stream of Arrow has compressed batches: each says how large it becomes."""
+    """ValueError if a stream of Arrow has compressed batches: each says how large it becomes.
+
+    And for one of an older version, where they may be in a place that is not looked at.
+    """
     for message in messages:
+        if message.metadata_version != pyarrow.ipc.MetadataVersion.V5:
+            raise ValueError("its messages are not of Arrow's metadata version 5: save it again")
         data = message.metadata.to_pybytes()
         (root,) = struct.unpack_from("<I", data)
         header = _field(data, root, 2)
@@ -274,9 +301,9 @@ def parquet_rows(path: Path | ForeignPath | RemoteFile, start: int = 0) -> Itera
         place: Any = opened.enter_context(path.open("rb"))
         pages = None if isinstance(path, RemoteFile) else place  # there each header is a request
         name = place if pages is None else f"/proc/self/fd/{pages.fileno()}"
+        groups = row_groups(place)  # before pyarrow reads a footer of any size
         whole = pyarrow.parquet.ParquetFile(name, buffer_size=BUFFER, pre_buffer=False)
         file = opened.enter_context(whole)
-        groups = row_groups(place)
         columns = range(file.metadata.num_columns)
         repeated = [file.schema.column(one).max_repetition_level > 0 for one in columns]
         for number, group in enumerate(groups):
@@ -292,6 +319,7 @@ def parquet_rows(path: Path | ForeignPath | RemoteFile, start: int = 0) -> Itera
 def parquet_length(path: ForeignPath) -> int:
     """The number of rows of a parquet file."""
     with path.open("rb") as file:
+        row_groups(file)
         return int(pyarrow.parquet.read_metadata(file).num_rows)
 
 

@@ -80,7 +80,7 @@ def test_a_file_behind_a_url_is_streamed(folder: str) -> None:
         ("memory://data/none.jsonl", "does not exist"),
         ("memory://data/folder", "neither [*].jsonl nor [*].parquet"),
         ("nowhere://data/train.jsonl", "cannot be read: .*Protocol not known: nowhere"),
-        ("memory://data/broken.parquet", "is not valid parquet: .*[Pp]arquet"),
+        ("memory://data/broken.parquet", "is not valid parquet: it does not end"),
     ],
 )
 def test_a_url_without_rows_is_refused_with_its_cause(url: str, cause: str) -> None:

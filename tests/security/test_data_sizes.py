@@ -24,6 +24,7 @@ from async_opd.data.arrow_rows import (
     COLUMNS,
     DECOMPRESSED,
     is_small,
+    parquet_length,
     parquet_rows,
     refuse_large_group,
     row_groups,
@@ -31,6 +32,7 @@ from async_opd.data.arrow_rows import (
 )
 from async_opd.data.fields import MAX_ROW_BYTES
 from async_opd.data.files import FileSource
+from async_opd.files.foreign import ForeignPath
 from tests.security.hostile_data import GOOD, datasets_folder
 
 MANY = MAX_ROW_BYTES + 1
@@ -205,6 +207,130 @@ def test_changed_bytes_of_pages_and_footers_end_with_sizes_or_an_error(
             refuse_large_group(group, [False, True], file)
     except (ValueError, LookupError, TypeError, AttributeError, struct.error):
         return
+
+
+I32, I64, BINARY, LIST, SECTION = 5, 6, 8, 9, 12
+INDEX_PAGE = 1
+
+
+def number(value: int) -> bytes:
+    """A number as thrift has it, in groups of 7 bits."""
+    tail = bytes([value & 127 | (128 if value > 127 else 0)])
+    return tail + (number(value >> 7) if value > 127 else b"")
+
+
+def section(*fields: tuple[int, int, Any]) -> bytes:
+    """Fields, each of a number, a kind and a value, which is bytes if it is no integer."""
+    made = b""
+    for field, kind, value in fields:
+        made += bytes([kind]) + number(2 * field)
+        made += value if isinstance(value, bytes) else number(2 * value)
+    return made + b"\0"
+
+
+def text(value: str) -> bytes:
+    return number(len(value)) + value.encode()
+
+
+def list_of(kind: int, values: list[bytes]) -> bytes:
+    return bytes([0xF0 | kind]) + number(len(values)) + b"".join(values)
+
+
+def page(size: int, stored: int, *more: tuple[int, int, Any], kind: int = 0) -> bytes:
+    """The header of a page of one value."""
+    about = section((1, I32, 1), (2, I32, 0), (3, I32, 3), (4, I32, 3))
+    return section((1, I32, kind), (2, I32, size), (3, I32, stored), (5, SECTION, about), *more)
+
+
+def parquet_of(pages: bytes, columns: int = 1) -> bytes:
+    """A parquet file whose columns of texts, one value each, all have the same pages."""
+    root = section((4, BINARY, text("schema")), (5, I32, columns))
+    schema, chunks = [root], []
+    for one in range(columns):
+        name = text(f"c{one}")
+        schema.append(section((1, I32, 6), (3, I32, 0), (4, BINARY, name), (6, I32, 0)))
+        encodings = (2, LIST, list_of(I32, [number(0)]))
+        sizes = [(5, I64, 1), (6, I64, 200), (7, I64, len(pages)), (9, I64, 4)]
+        path = (3, LIST, list_of(BINARY, [name]))
+        about = section((1, I32, 6), encodings, path, (4, I32, 6), *sizes)
+        chunks.append(section((2, I64, 4), (3, SECTION, about)))
+    chunked = list_of(SECTION, chunks)
+    group = section((1, LIST, chunked), (2, I64, 200), (3, I64, 1))
+    parts = [(2, LIST, list_of(SECTION, schema)), (3, I64, 1), (4, LIST, list_of(SECTION, [group]))]
+    footer = section((1, I32, 2), *parts)
+    return b"PAR1" + pages + footer + struct.pack("<I", len(footer)) + b"PAR1"
+
+
+LARGE = struct.pack("<I", 32 << 20) + bytes(32 << 20)
+PRESSED = pyarrow.compress(LARGE, codec="zstd", asbytes=True)
+DIFFERENTLY_READ = {
+    "a field number of more than 15 bits": (
+        page(100, len(PRESSED), (65536 + 2, I32, len(LARGE))) + PRESSED,
+        "a number of 16 bits",
+    ),
+    "a size of more than 32 bits": (
+        page((1 << 32) + len(LARGE), len(PRESSED)) + PRESSED,
+        "a number of 32 bits",
+    ),
+    "a page that pyarrow passes over": (
+        page(0, 0, kind=INDEX_PAGE) + page(len(LARGE), len(PRESSED)) + PRESSED,
+        "a page has the type 1",
+    ),
+    "more pages than values": (
+        page(0, 0) + page((2 << 30) - 1, len(PRESSED)) + PRESSED,
+        "bytes of a row group are decoded at once",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTLY_READ)
+def test_pages_that_pyarrow_reads_differently_are_refused_before_they_are_decoded(
+    tmp_path: Path, name: str
+) -> None:
+    pages, cause = DIFFERENTLY_READ[name]
+    file = tmp_path / "a.parquet"
+    file.write_bytes(parquet_of(pages))
+    with pytest.raises(SourceError, match=cause):
+        rows_of(file)
+
+
+def test_such_a_file_with_an_honest_header_is_read(tmp_path: Path) -> None:
+    stored = pyarrow.compress(struct.pack("<I", 2) + b"ab", codec="zstd", asbytes=True)
+    file = tmp_path / "a.parquet"
+    file.write_bytes(parquet_of(page(6, len(stored)) + stored))
+    assert list(parquet_rows(file)) == [{"c0": "ab"}]
+
+
+def test_pages_of_all_columns_of_a_row_group_are_counted_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("async_opd.data.arrow_rows.MAX_PAGES", 8)
+    file = io.BytesIO(parquet_of(page(0, 0) * 3, columns=3))
+    (group,) = row_groups(file)
+    with pytest.raises(ValueError, match="a row group has more than 8 pages"):
+        refuse_large_group(group, [False] * 3, file)
+
+
+@pytest.mark.parametrize("read", [parquet_length, lambda path: list(parquet_rows(path))])
+def test_the_bound_of_a_footer_comes_before_pyarrow_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any
+) -> None:
+    for name in ("ParquetFile", "read_metadata"):
+        monkeypatch.setattr(pyarrow.parquet, name, lambda *_, **__: pytest.fail("it is read"))
+    length = (4 << 20) + 1
+    (tmp_path / "a.parquet").write_bytes(bytes(length) + struct.pack("<I", length) + b"PAR1")
+    with pytest.raises(ValueError, match="its footer says that it has 4194305 bytes"):
+        read(ForeignPath(tmp_path) / "a.parquet")
+
+
+def test_batches_of_an_older_version_are_not_read(tmp_path: Path) -> None:
+    made = table(pyarrow.array([LONG]))
+    datasets_folder(tmp_path / "data", made, {})
+    older = pyarrow.ipc.IpcWriteOptions(metadata_version=pyarrow.ipc.MetadataVersion.V4)
+    with pyarrow.ipc.new_stream(tmp_path / "data/data.arrow", made.schema, options=older) as stream:
+        stream.write_table(made)
+    with pytest.raises(SourceError, match="not of Arrow's metadata version 5"):
+        rows_of(tmp_path / "data")
 
 
 SIZES = [
