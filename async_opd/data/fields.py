@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_ROW_BYTES = 16 << 20
 """Letters and bytes of a row, images of it included."""
+MAX_ROUTE = 1000
+"""Letters of a row's data source: all that occur are kept, and are names of metrics."""
 MAX_NAMED = 12
 PROMPTS = (
     *("prompt", "question", "problem", "instruction", "query", "input", "text"),
@@ -68,9 +70,13 @@ class RowSource(PromptSource):
         if not chat and not isinstance(prompt, str):
             kind = type(prompt).__name__
             raise ValueError(f"{name!r} is {kind}, neither text nor chat messages")
+        route = self.data_source or str(value_at(fields, data.route_by))
+        if len(route) > MAX_ROUTE:
+            message = f"{data.route_by!r} has {len(route)} letters, of at most {MAX_ROUTE}"
+            raise ValueError(f"{message}: each is kept in memory")
         row = Row(
             uid=uid,
-            data_source=self.data_source or str(value_at(fields, data.route_by)),
+            data_source=route,
             prompt=prompt,
             answer=self._answer(fields, data),
             fields=fields,

@@ -4,18 +4,23 @@
 is passed transformers asks on the terminal whether code of the model may run, with a text of its
 author. A config.json may also name a model of a hub, which transformers would ask for with the
 user's token.
+
+Its log lines quote the files, and are escaped for the terminal.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+from async_opd.core.printable import indented
 
 ASKS = "transformers.dynamic_module_utils"
 _alone: ContextVar[bool] = ContextVar("_alone", default=False)
@@ -24,8 +29,11 @@ _alone: ContextVar[bool] = ContextVar("_alone", default=False)
 def never_ask() -> None:
     """From now on transformers raises in this process where it would ask whether code may run.
 
-    Nothing is imported. Engines, which multiprocessing starts, have no standard input.
+    Nothing is imported. Engines, which multiprocessing starts, have no standard input. Its log
+    lines are ``indented``.
     """
+    if not isinstance(make := logging.getLogRecordFactory(), _Records):
+        logging.setLogRecordFactory(_Records(make))
     if ASKS in sys.modules:
         _set(sys.modules[ASKS])
     elif not any(isinstance(one, _Finder) for one in sys.meta_path):
@@ -78,3 +86,17 @@ class _Finder(MetaPathFinder):
 
             loader.exec_module = changed
         return spec
+
+
+class _Records:
+    """Makes log records, with escaped messages of transformers; a handler is not there yet."""
+
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self._make = make
+
+    def __call__(self, *given: Any, **more: Any) -> logging.LogRecord:
+        record = self._make(*given, **more)
+        if record.name.partition(".")[0] == "transformers":
+            with suppress(Exception):  # arguments that do not fit are shown by logging, as repr
+                record.msg, record.args = indented(record.getMessage()), None
+        return record

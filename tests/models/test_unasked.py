@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 import threading
 from types import ModuleType
@@ -51,3 +53,15 @@ def test_a_process_that_has_imported_transformers_already_asks_nothing_either(
     monkeypatch.setitem(sys.modules, ASKS, imported)
     never_ask()
     assert vars(imported)["TIME_OUT_REMOTE_CODE"] == 0
+
+
+@pytest.mark.parametrize("name", ["transformers.models.m", "transformers"])
+def test_a_log_line_of_transformers_commands_no_terminal_and_forges_no_line(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    never_ask()
+    shown = io.StringIO()
+    handler = logging.StreamHandler(shown)
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    logging.getLogger(name).error("factor %s", "\x1b[2J\nstep 7")
+    assert shown.getvalue() == "factor \\x1b[2J\n    step 7\n"

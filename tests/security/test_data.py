@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.nesting import MAX_DEPTH
+from async_opd.core.row import Row
 from async_opd.data.files import FileSource
 from async_opd.data.stored_rows import StoredRows, read_source
 from async_opd.grading.graders import has_verifier, load_grader
@@ -165,3 +166,11 @@ def test_a_long_value_of_many_rows_is_not_held_once_for_each(tmp_path: Path, sto
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
     assert sum(1 for _ in rows) == 63
+
+
+def test_a_data_source_that_is_no_name_is_refused_with_its_row(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl", [GOOD, {**GOOD, "data_source": "x" * 1001}])
+    good_row, found = FileSource(path=str(tmp_path / "a.jsonl")).rows(0, DataConfig(train=[]))
+    assert isinstance(good_row, Row)
+    assert isinstance(found, SourceError)
+    assert (found.row, "'data_source' has 1001 letters" in found.message) == (2, True)
