@@ -40,6 +40,11 @@ AUDIO_TOKENIZER = "audio_tokenizer"
 """Key of a processor's further model, which transformers loads by its own rules: with pickles, with
 code after a question, from a hub."""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+FURTHER = (
+    *((file, AUDIO_TOKENIZER) for file in PROCESSORS),
+    ("tokenizer_config.json", "fast_tokenizer_files"),
+)
+"""Files and keys of them. By the second another file than tokenizer.json would be the tokenizer."""
 CLASS_FILES = (
     *("config.json", "tokenizer_config.json", *PROCESSORS, "video_preprocessor_config.json"),
     *("feature_extractor_config.json", "special_tokens_map.json"),
@@ -50,9 +55,10 @@ CLASS_KEYS = (
 )
 """Keys by which transformers chooses a class for a tokenizer or a processor."""
 CLASSES = re.compile(
-    r"\w*(Processor|ProcessorFast|ProcessorPil|FeatureExtractor|Tokenizer|TokenizerFast)"
+    r"(?!Layout)\w*(Processor|ProcessorFast|ProcessorPil|FeatureExtractor|Tokenizer|TokenizerFast)"
     r"|(Tokenizers|Python|MistralCommon)Backend"
 )
+"""Those of LayoutLM run a program, with arguments that the model's files give."""
 
 
 @contextmanager
@@ -224,12 +230,17 @@ def prompts_of(
 
 
 def further_models(path: Path) -> Iterator[str]:
-    """Where a processor's files name a further model. Raises what ``read_json`` does."""
-    for file in PROCESSORS:
-        for keys, _ in islice(named_values(read_json(path / file), AUDIO_TOKENIZER), 3):
-            yield f"{file}: {'.'.join(keys)}"
-    if os.path.lexists(path / f"{AUDIO_TOKENIZER}_config.json"):
-        yield f"{AUDIO_TOKENIZER}_config.json"
+    """Where a processor's files name a further model, or a tokenizer's another file, in any folder.
+
+    Raises what ``read_json`` does.
+    """
+    for folder in (path, *folders(path)):
+        of_folder = folder.relative_to(path)
+        for file, key in FURTHER:
+            for keys, _ in islice(named_values(read_json(folder / file), key), 3):
+                yield f"{of_folder / file}: {'.'.join(keys)}"
+        if os.path.lexists(folder / f"{AUDIO_TOKENIZER}_config.json"):
+            yield str(of_folder / f"{AUDIO_TOKENIZER}_config.json")
 
 
 def other_classes(path: Path) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -262,8 +273,8 @@ def _refuse_further(model: Path, trusted: bool) -> None:
         cause = f"{linked[0]} is a link to a folder, whose files are not looked at"
         raise ProcessorError(cause, "put the folder itself there, or remove the link")
     if named:
-        cause = f"{model}/{named[0]} is of an audio tokenizer, a further model"
-        raise ProcessorError(cause, "take a model without one, or remove it from the file")
+        cause = f"{model}/{named[0]} is of a further model or tokenizer"
+        raise ProcessorError(cause, "take a model without it, or remove it from the file")
     if others and not trusted:
         file, keys, name = others[0]
         cause = f"{model}/{file}: {'.'.join(keys)} is {name[:80]!r}, which is not a processor"

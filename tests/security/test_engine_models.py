@@ -107,6 +107,15 @@ def test_a_further_model_of_a_processor_is_refused_before_an_engine_reads_it(
     assert (found.key, "audio_tokenizer" in found.message) == (f"{section}.model", True)
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", ".a/tokenizer_config.json"])
+def test_a_tokenizer_in_another_file_than_the_one_that_is_read_is_refused(
+    tmp_path: Path, file: str
+) -> None:
+    named = {"fast_tokenizer_files": ["tokenizer.4.0.json"]}
+    (found,) = problems(tmp_path, "student", {file: named})
+    assert f"{file}: fast_tokenizer_files" in found.message
+
+
 @pytest.mark.parametrize("section", ["student", "teachers.sort"])
 @pytest.mark.parametrize(
     ("file", "content"),
@@ -117,6 +126,7 @@ def test_a_further_model_of_a_processor_is_refused_before_an_engine_reads_it(
         ("preprocessor_config.json", {"image_processor": {"image_processor_type": "AutoModel"}}),
         ("a/b/tokenizer_config.json", {"tokenizer_class": "RagRetriever"}),
         (".a/tokenizer_config.json", {"tokenizer_class": "LlamaForCausalLM"}),
+        ("preprocessor_config.json", {"image_processor_type": "LayoutLMv2ImageProcessor"}),
     ],
 )
 def test_a_class_that_is_neither_tokenizer_nor_processor_is_refused(
