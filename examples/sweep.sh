@@ -3,14 +3,21 @@
 # and compares the runs. In wandb they are one group.
 #
 #   examples/sweep.sh my-run.yaml [a.b.c=value …]
-#   THRESHOLDS="0 0.5 1" SYNC_STEPS="1 4" SWEEP=runs/sweep examples/sweep.sh my-run.yaml
+#   THRESHOLDS="0 0.5 1" SYNC_STEPS="1 4" SWEEP=runs/my-sweep examples/sweep.sh my-run.yaml
 #
 # The same command again continues where an interrupted or failed sweep stopped.
 set -euo pipefail
-config=$1
-shift
-sweep=${SWEEP:-runs/sweep}
+config=${1:?usage: examples/sweep.sh CONFIG [a.b.c=value …]}
+name=${config##*/}
+sweep=${SWEEP:-runs/sweep-${name%.*}}
 export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-${sweep##*/}}
+mkdir -p "$sweep"
+if [[ -e $sweep/arguments && $(<"$sweep/arguments") != "$*" ]]; then
+	echo "$sweep is a sweep of other arguments: $(<"$sweep/arguments") → set SWEEP to another folder" >&2
+	exit 2
+fi
+echo "$*" >"$sweep/arguments"
+shift
 runs=()
 for threshold in ${THRESHOLDS:-0 0.5 1 2}; do
 	for steps in ${SYNC_STEPS:-1 4}; do

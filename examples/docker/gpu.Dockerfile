@@ -1,6 +1,8 @@
 # async_opd on NVIDIA GPUs: docker build -f examples/docker/gpu.Dockerfile -t async-opd:gpu .
 # Then: docker run --rm --gpus all --shm-size=16g -v "$PWD":/runs async-opd:gpu run my-run.yaml
-# The driver of the host is used; CUDA's libraries come with PyTorch's wheels.
+# The folder has to be writable by user 1000. Mount a folder at /home/opd/.cache/huggingface too, or
+# each container downloads its models again. The driver of the host is used; CUDA's libraries come
+# with PyTorch's wheels.
 FROM python:3.11-slim-bookworm
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
