@@ -54,7 +54,7 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
-from async_opd.files.foreign import foreign, number_of
+from async_opd.files.foreign import MOST_S, foreign, number_of
 from async_opd.files.lines import json_object
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
@@ -147,8 +147,9 @@ def _seconds_of(run_dir: Path) -> float:
     """Seconds of the parts of a run so far, by its summary; of a killed one by its live file."""
     with suppress(OSError):
         summary = json_object((foreign(run_dir) / SUMMARY).read().decode(errors="replace")) or {}
-        if (seconds := number_of(summary.get("seconds"))) is not None:
-            return max(seconds, 0.0)
+        seconds = number_of(summary.get("seconds"))
+        if seconds is not None and 0 <= seconds <= MOST_S:
+            return seconds
     live = read_live(run_dir)
     return 0.0 if live is None else max(live.elapsed_s, 0.0)
 

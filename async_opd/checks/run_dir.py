@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -9,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_opd.checkpoint.earlier_run import is_completed
 from async_opd.checks.memory_fit import in_gib
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
+from async_opd.memory.pools import frozen_entries
 from async_opd.models.adapted import trained_entries
 from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError
@@ -100,6 +103,8 @@ def run_dir_problems(config: RunConfig, where: str, resume: bool) -> Iterator[Pr
     if fault := unwritable(run_dir):
         yield Problem(where, "run_dir", fault, ANOTHER)
         return
+    if resume and is_completed(run_dir):
+        return
     space = space_of(config, resume=resume)
     if space.needed is not None and space.needed > space.free:
         has = f"{run_dir} has {in_gib(space.free)}, the run needs {in_gib(space.needed)}"
@@ -116,11 +121,16 @@ def _terms(config: RunConfig) -> dict[str, int]:
     student, train, settings = config.student.model, config.train, config.checkpoint
     if not os.path.isdir(student):
         raise ModelError("the student's files are not on this machine", "download it first")
-    parameters = ModelSize.of_weights(student).floats
-    trained = parameters if train.lora is None else trained_entries(student, train.lora)
+    size = ModelSize.of_weights(student)
+    parameters = size.floats
+    if train.lora is None:
+        trained = parameters - frozen_entries(config, size)
+    else:
+        trained = trained_entries(student, train.lora)
     kept = settings.keep + 1
     if settings.keep_best is None:
-        kept = min(kept, (config.versions // settings.every if settings.every else 0) + 1)
+        periodic = math.ceil(config.versions / settings.every) if settings.every else 1
+        kept = min(kept, periodic + (config.cold_start is not None))
     kept += settings.keep_best is not None
     kept += 2 * (config.guardrail.mode == "roll_back")
     models = 1 + (settings.keep_best is not None)

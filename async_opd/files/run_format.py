@@ -56,13 +56,21 @@ def refuse_no_run(run_dir: Place) -> None:
     """ConfigError for a path that does not exist, is not a run directory, or has another format."""
     place = foreign(run_dir)
     refuse_absent(place, "RUN_DIR")
-    if not any((place / name).exists() for name in (FORMAT_FILE, "config.yaml")):
+    if not _has_files_of_a_run(place):
         near = [str(one) for one in _runs_near(place)]
         more = f" or {len(near) - SHOWN} more" if len(near) > SHOWN else ""
         remedy = f"did you mean {' or '.join(near[:SHOWN])}{more}?" if near else "check the path"
         message = f"{place} is not a run directory: it has neither {FORMAT_FILE} nor config.yaml"
         raise ConfigError([Problem("command line", "RUN_DIR", message, remedy)])
     refuse_other_formats(place)
+
+
+def _has_files_of_a_run(place: ForeignPath) -> bool:
+    """Whether there is a run's format or config; True for a folder that may not be read."""
+    try:
+        return any((place / name).exists() for name in (FORMAT_FILE, "config.yaml"))
+    except OSError:  # reading the format says why
+        return True
 
 
 def _runs_near(place: ForeignPath) -> Iterator[Path | ForeignPath]:

@@ -145,7 +145,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
     if train.gradient_checkpointing == "auto" and not size.recomputable:
         wanted = "none"
     trained = trained_entries(config.student.model, train.lora) if train.lora else None
-    still = _still(config, size)
+    still = frozen_entries(config, size)
     entries, memory = size.floats - still if trained is None else trained, machine.total or 0
     teachers = config.teachers if score_kind(config.loss) == "hidden" else ()
     columns = (machine.sizes(config.teacher_model(name)).vocabulary for name in teachers)
@@ -171,7 +171,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
     )
 
 
-def _still(config: RunConfig, size: ModelSize) -> int:
+def frozen_entries(config: RunConfig, size: ModelSize) -> int:
     """Entries of the vision parts that ``train.freeze`` names."""
     if size.tower is None:
         return 0

@@ -31,7 +31,6 @@ from async_opd.observability.loggers.environment import environment
 from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
 from async_opd.observability.metric_catalogue import EVALUATION_STEP, STEP, VERSION
 from async_opd.observability.sinks import Sink, Summary
-from async_opd.pictures import thumbnail_file
 from async_opd.processes.background import BackgroundWorker
 
 if TYPE_CHECKING:
@@ -109,6 +108,8 @@ class SampleTables:
 
     def _table(self, entries: Sequence[dict[str, Any]]) -> SampleTable:
         """One column for each key; a table's columns hold one type: text."""
+        from async_opd.pictures import thumbnail_file  # imports tokenizers
+
         given = [entry.pop("images", ()) for entry in entries]
         images = [[thumbnail_file(self.run_dir, one["sha256"]) for one in own] for own in given]
         columns = list(dict.fromkeys(key for entry in entries for key in entry))
@@ -393,6 +394,12 @@ def _has_login(settings: wandb.Settings) -> bool:
 
 
 def _in_netrc(host: str) -> bool:
-    """Whether the netrc file that ``wandb login`` writes has an entry for the server."""
+    """Whether the netrc file that ``wandb login`` writes has an entry for the server.
+
+    A file that cannot be read has none.
+    """
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    return path.exists() and host in netrc.netrc(path).hosts
+    try:
+        return path.exists() and host in netrc.netrc(path).hosts
+    except (netrc.NetrcParseError, OSError):
+        return False

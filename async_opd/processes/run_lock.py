@@ -40,24 +40,28 @@ def is_locked(folder: Path) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not _taken(handle)
     except OSError:
         return None
     finally:
         os.close(handle)  # also releases the lock
-    return False
 
 
 def _lock(handle: int, folder: Path) -> None:
-    for wait_s in (AGAIN_S, None):
+    if not _taken(handle):
+        message = f"another process runs in {folder}"
+        remedy = "wait until it ends, or choose another --run-dir"
+        raise ConfigError([Problem("command line", "run_dir", message, remedy)])
+
+
+def _taken(handle: int) -> bool:
+    """Takes the lock, unless another process holds it for longer than ``is_locked`` does."""
+    for again in (True, False):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
         except BlockingIOError:
-            if wait_s is not None:
-                time.sleep(wait_s)
-    message = f"another process runs in {folder}"
-    remedy = "wait until it ends, or choose another --run-dir"
-    raise ConfigError([Problem("command line", "run_dir", message, remedy)])
+            if again:
+                time.sleep(AGAIN_S)
+        else:
+            return True
+    return False

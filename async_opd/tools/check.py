@@ -76,12 +76,15 @@ def _check(given: argparse.Namespace) -> int:
     return 0
 
 
-def check(config: RunConfig, where: str, redacted: Redactor, load: bool) -> Prepared:
+def check(
+    config: RunConfig, where: str, redacted: Redactor, load: bool, resume: bool = False
+) -> Prepared:
     """Prints the config with all defaults, its pools, memory and bytes; returns it with its rows.
 
-    ``where`` is the config's file; ``load`` as for ``prepare``. ConfigError with all problems.
+    ``where`` is the config's file; ``load`` and ``resume`` as for ``prepare``. ConfigError with all
+    problems.
     """
-    ready = prepare(config, where, fetch=False, load=load)
+    ready = prepare(config, where, fetch=False, load=load, resume=resume)
     config, inputs, device = ready.config, ready.inputs, ready.device
     print(escaped(redacted(dump_config(config))))
     table = Table("pool", "replicas", "device each", "model", title="pools")
@@ -117,7 +120,7 @@ def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> 
     dated = with_template_date(with_cached(config, [])[0], resume).data.template_date
     data = config.data.model_copy(update={"template_date": dated})
     config = config.model_copy(update={"data": data})  # the rows that are left depend on it
-    ready = check(config, where, redacted, load=True)
+    ready = check(config, where, redacted, load=True, resume=resume)
     if config.checkpoint.mirror is not None and not resume:
         refuse_mirrored(config.checkpoint.mirror)
     if config.run_dir is not None and not resume:

@@ -9,6 +9,7 @@ import pytest
 
 from async_opd.checks.run_dir import run_dir_problems, space_of
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.models.model_size import ModelSize, Tower
 from async_opd.prepare import prepare
 from tests.checks.inputs import config
 
@@ -52,6 +53,30 @@ def test_a_resumed_run_does_not_need_again_the_room_of_its_files(
     with (kept / "trainer-0-of-1.safetensors").open("wb") as file:
         file.truncate(1 << 30)
     assert problems(tmp_path, resume=True) == []
+
+
+def test_a_completed_run_needs_no_room(tmp_path: Path, small: None) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "summary.json").write_text('{"status": "completed"}')
+    assert problems(tmp_path, resume=True) == []
+
+
+@pytest.mark.parametrize(("freeze", "trained"), [((), 1000), (("vision_tower",), 400)])
+def test_frozen_parts_are_in_no_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, freeze: tuple[str, ...], trained: int
+) -> None:
+    size = ModelSize(1000, 0, 1, 1, 1, 1, tower=Tower(600, 1, 1, 1, 1, 1))
+    monkeypatch.setattr(ModelSize, "of_weights", lambda model: size)
+    made = config("checkpoint.keep=1", "checkpoint.every=1")
+    made = made.model_copy(update={"train": made.train.model_copy(update={"freeze": freeze})})
+    assert space_of(made).needed == 2 * 12 * trained + 2 * 1000
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(8, 2), (9, 3), (400, 4)])
+def test_a_short_run_has_no_more_checkpoints_than_it_makes(steps: int, kept: int) -> None:
+    made = config(f"train.steps={steps}", "async.sync_steps=1", "checkpoint.every=4")
+    made = made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update={"keep": 3})})
+    assert f"{kept} checkpoints" in space_of(made).terms
 
 
 def test_records_whose_oldest_are_removed_are_not_needed(tmp_path: Path) -> None:

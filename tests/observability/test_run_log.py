@@ -346,20 +346,21 @@ def mode_of(monkeypatch: pytest.MonkeyPatch, wanted: str, mode: str = "online") 
 @pytest.mark.parametrize(
     ("key", "netrc", "mode", "expected"),
     [
-        (False, False, "online", "offline"),
-        (True, False, "online", "online"),
-        (False, True, "online", "online"),
-        (True, False, "offline", "offline"),
+        (False, "", "online", "offline"),
+        (True, "", "online", "online"),
+        (False, f"machine api.wandb.ai login user password {'0' * 40}\n", "online", "online"),
+        (False, "nothing api.wandb.ai\n", "online", "offline"),
+        (True, "", "offline", "offline"),
     ],
 )
 def test_wandb_auto_is_online_with_a_login_unless_wandb_is_set_offline(
-    no_login: pytest.MonkeyPatch, tmp_path: Path, key: bool, netrc: bool, mode: str, expected: str
+    no_login: pytest.MonkeyPatch, tmp_path: Path, key: bool, netrc: str, mode: str, expected: str
 ) -> None:
     if key:
         no_login.setenv("WANDB_API_KEY", "0" * 40)
     if netrc:
         file = tmp_path / "netrc"
-        file.write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
+        file.write_text(netrc)
         file.chmod(0o600)
     assert mode_of(no_login, "auto", mode) == expected
 
