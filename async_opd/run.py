@@ -54,8 +54,9 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
-from async_opd.files.foreign import MOST_S, foreign, number_of
+from async_opd.files.foreign import foreign
 from async_opd.files.lines import json_object
+from async_opd.files.numbers import MOST_S, number_of
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
 from async_opd.files.safe_open import private_files, write_atomically

@@ -22,9 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import IO, Annotated, Any
-
-from pydantic import Field
+from typing import IO, Any
 
 from async_opd.files.safe_open import LINK, NO_FILE
 
@@ -257,21 +255,3 @@ def _blobs(home: Path) -> Iterator[Path]:
         kind = repository.name.partition("--")[0]
         if folder.parent.name == "snapshots" and kind in ("models", "datasets"):
             yield repository / "blobs"
-
-
-MOST = 1e300
-"""The largest number: the sum of a file's numbers is finite."""
-MOST_S = 2.5e11
-"""The last moment that has a date, in seconds since the epoch."""
-
-MOST_COUNT = 1 << 53
-"""Above every count."""
-
-Count = Annotated[int, Field(ge=0, lt=MOST_COUNT)]
-Seconds = Annotated[float, Field(ge=0, le=MOST_S, allow_inf_nan=False)]
-"""A duration, or a moment since the epoch."""
-
-
-def number_of(value: object) -> float | None:
-    """A number that is finite and at most ``MOST``; None for anything else."""
-    return float(value) if isinstance(value, int | float) and abs(value) <= MOST else None

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_opd.files.foreign import MOST, MOST_COUNT, MOST_S, RECORD_BYTES, Place, foreign
+from async_opd.files.foreign import RECORD_BYTES, Place, foreign
+from async_opd.files.numbers import MOST, MOST_COUNT, MOST_S
 from async_opd.files.safe_open import regular_file
 
 CHUNK = 1 << 16

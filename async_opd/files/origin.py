@@ -17,7 +17,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from async_opd.files.foreign import Place, Seconds, foreign
+from async_opd.files.foreign import Place, foreign
+from async_opd.files.numbers import Seconds
 from async_opd.files.safe_open import write_atomically
 
 ORIGIN = "origin.json"

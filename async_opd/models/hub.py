@@ -160,15 +160,3 @@ def _replaced(config: RunConfig, directory_of: Callable[[NamedModel], str | None
     }
     student = config.student.model_copy(update=updates.get("student", {}))
     return config.model_copy(update={"student": student, "teachers": teachers})
-
-
-_SNAPSHOT = re.compile(r"/(?:models|datasets)--([^/]+)/snapshots/([^/]+)")
-
-
-def hub_id(path: str) -> tuple[str, str] | None:
-    """The id and the revision of a path in the cache: ``…/models--me--m/snapshots/0f1…``.
-
-    None for any other path.
-    """
-    found = _SNAPSHOT.search(path)
-    return None if found is None else (found[1].replace("--", "/", 1), found[2])

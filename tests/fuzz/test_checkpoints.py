@@ -310,4 +310,4 @@ def test_a_run_directory_that_cannot_be_made_is_named(folder: Path) -> None:
     (folder / "file").touch()
     config = str(written(folder, good(folder)))
     said = command("run", config, "--run-dir", str(folder / "file" / "run"))
-    assert (said.code, "file/run" in said.err) == (1, True)
+    assert (said.code, "file/run cannot be written" in said.err) == (2, True)

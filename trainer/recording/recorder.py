@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.microscope import (
@@ -33,8 +32,6 @@ from async_opd.microscope import (
     SampleRecord,
     is_recorded,
 )
-from async_opd.models.tokenizer import Text
-from async_opd.pictures import ShownText
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Packed
 from trainer.batches.token_weights import TokenWeight
@@ -42,6 +39,9 @@ from trainer.losses.base import Kept, Recorded
 from trainer.losses.report import Metrics
 from trainer.notes import note
 from trainer.recording.rows import STUDENT, TEACHER, TOP
+
+if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
 
 VALUES = (
     STUDENT,
@@ -285,6 +285,9 @@ def _sample(
 
 def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
     """Records the tokens of a rank's samples; None if no share of them is recorded."""
+    from async_opd.models.tokenizer import Text  # a learner without a config imports neither
+    from async_opd.pictures import ShownText
+
     settings = config.log.microscope
     if not settings.share:
         return None

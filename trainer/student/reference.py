@@ -19,12 +19,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from async_opd.config.run_config import RunConfig
 from async_opd.core.arrays import Float32, Int32
 from async_opd.core.row import Media
 from async_opd.models.rope import Positions, max_model_len
@@ -32,6 +31,9 @@ from async_opd.weight_sync.layout import GOLDEN, HeldRow, Reference, by_kind, he
 from trainer.batches.packing import Row
 from trainer.layers import CompiledLayers
 from trainer.vision.images import Sight
+
+if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
 
 JITTER = 2.0**-6
 """Relative error for measuring the noise: above the rounding of bfloat16, which would swallow a
