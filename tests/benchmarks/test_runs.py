@@ -72,7 +72,7 @@ CASES = {
         "--only '4B full, 8' 'Qwen3 full' --layers 4 --loaded-layers 1 --loading-ranks 1"
     ),
     "microscope": Case("--batch 4 --median 16 --blocks 1"),
-    "mutants": Case("--only queue --share 0.1"),
+    "mutants": Case("--only accounting --share 0.1"),
     "objectives": Case(f"{QUICK} --out {{}} --only forward_kl_topk", "engines"),
     "observability": Case("--blocks 1 --students 1 --batch 64", "ray"),
     "pipeline": Case("--only s1_4 --samples 1536", "engines"),
