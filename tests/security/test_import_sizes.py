@@ -59,6 +59,13 @@ LARGE = {
     "dots.yaml": "k: ${" + "." * 1_000_000,
     "relative.yaml": "? " + "a." * 250_000 + "a\n: " + "${.x}" * 90_000,
     "tables.toml": "".join(f'[[orchestrator.env]]\nid="e{n}"\n' for n in range(12_000)),
+    "sources.toml": "".join(
+        f'[[orchestrator.train.source]]\nname="e{n}"\nalgo.type="opd"\n' for n in range(2_000)
+    )
+    + '[[inference]]\ntag="t"\n' * 35_000,
+    "conflicts.sh": "".join(f"run actor_rollout_ref.a={n}\n" for n in range(33_000)),
+    "blocks.sh": "if x; then echo done; fi; $(\n" * 35_000 + "run x.y=$(a",
+    "appended.sh": "A+=b\n" * 200_000,
     "models.py": "a0='m'\n"
     + "".join(f"a{n + 1}=a{n}\na{n + 1}=a{n}\n" for n in range(60))
     + "GKDTrainer(a60, a60)",

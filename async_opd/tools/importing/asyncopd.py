@@ -24,9 +24,7 @@ def together(draft: Draft) -> None:
     """Sets what several keys give together."""
     mode = draft.take("algorithm.mode", default="opd")
     if mode != "opd":
-        draft.another.append(
-            f"no distillation: algorithm.mode is {mode}, and only opd has a teacher"
-        )
+        draft.another.append(f"no distillation: algorithm.mode is {mode}; only opd has a teacher")
     _loss(draft)
     _sizes(draft)
     joined_files(draft)
@@ -109,9 +107,7 @@ def _sizes(draft: Draft) -> None:
     steps = draft.given("trainer.total_steps")
     length(draft, steps and int(steps) * sync, "trainer.total_epochs", default=1)
     if steps and sync > 1:
-        draft.differs.append(
-            f"trainer.total_steps: a step there has {sync} optimizer steps, which are steps here"
-        )
+        draft.differs.append(f"trainer.total_steps: {sync} optimizer steps are one there")
     ratio = draft.number("trainer.optim.lr_warmup_steps_ratio")
     total = draft.ours.get("train.steps")
     draft.ours["train.warmup_steps"] = round(ratio * (total or 0))

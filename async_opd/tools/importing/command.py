@@ -34,7 +34,7 @@ NAMES = ("verl", "nemo-rl", "asyncopd", "prime-rl", "trl")
 OK = 0
 WIDTH = 100
 MAX_LINES = 40
-FILL_IN = "write the run's value in place of the placeholder"
+FILL_IN = "write the run's value, in place of the placeholder if the config has one"
 ANOTHER = "compare docs/import.md: this command writes on-policy distillation with the same models"
 
 
@@ -182,7 +182,7 @@ def imported(path: Path, name: str | None = None) -> tuple[Draft, str]:
     framework = framework_of(path, parsed.keys, name)
     draft = drafted(framework, parsed.keys)
     for parent in parsed.missing:
-        draft.fill_in[parent] = "this parent of the file is not there, nor are its values: add it"
+        draft.fill_in[parent] = "this file was not read, nor are its values here: add them"
     files = ", ".join([path.name, *parsed.parents])
     return draft, written(draft, files, framework.name, parsed.notes)
 

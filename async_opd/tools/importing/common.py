@@ -62,16 +62,21 @@ def log_to(draft: Draft, destinations: Any) -> None:
         draft.ours["log.loggers"] = known
 
 
-def template_variables(draft: Draft, key: str) -> None:
-    """Variables of the chat template, in a section or as JSON."""
+def section(draft: Draft, key: str, ours: str) -> bool:
+    """One value here of a section, a dictionary or JSON; whether the file gives it."""
     given = draft.take(key)
-    values = {name: draft.take(f"{key}.{name}") for name in draft.below(key)}
+    names = [one for one in draft.theirs if one.startswith(f"{key}.")]
+    values = {one.removeprefix(f"{key}."): draft.take(one) for one in names}
+    draft.unreadable |= {
+        f"{key}.{one}": "it has a dot or a section in it" for one in values if "." in one
+    }
     try:
         values |= json.loads(given) if isinstance(given, str) else given or {}
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         draft.unreadable[key] = f"{given!r} is not a JSON object"
     if values:
-        draft.ours["student.chat_template_kwargs"] = values
+        draft.ours[ours] = values
+    return bool(values)
 
 
 def complete(draft: Draft) -> None:
@@ -81,9 +86,7 @@ def complete(draft: Draft) -> None:
         draft.fill("student.model", missing)
     if not draft.ours.get("data.train"):
         draft.fill("data.train", "the file does not give it: write a file with your prompts")
-    teachers = list(
-        dict.fromkeys(key.split(".")[1] for key in draft.ours if key.startswith("teachers."))
-    )
+    teachers = list(dict.fromkeys(k.split(".")[1] for k in draft.ours if k.startswith("teachers.")))
     for name in teachers or ["teacher"]:
         if not any(draft.ours.get(f"teachers.{name}.{one}") for one in ("kind", "model")):
             draft.fill(f"teachers.{name}.model", missing)

@@ -11,12 +11,14 @@ A value that could not be read never becomes a default: its keys here are placeh
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_opd.config.keys import default_of
+from async_opd.config.keys import default_of, keys_below
 from async_opd.tools.importing.budget import Budget
 from async_opd.tools.importing.table import (
     CONVERSIONS,
@@ -29,22 +31,21 @@ from async_opd.tools.importing.table import (
 
 FILE = "data/train.jsonl"
 """The file that is named where the framework names no data that can be read here."""
-PLACEHOLDERS = {
-    "student.model": "STUDENT",
-    "data.train": [FILE],
-    "model": "TEACHER",
-    "served_model": "TEACHER",
-}
+PLACEHOLDERS: dict[str, Any] = {"student.model": "STUDENT", "data.train": [FILE]}
+PLACEHOLDERS |= {"model": "TEACHER", "served_model": "TEACHER"}
 """Texts that stand for a value to be filled in, by our key or its last part; else FILL_IN."""
 BESIDE = "beside the other settings it has no effect here"
+SHOWN = 80
+"""Characters of a value that is one of several for a key."""
 EITHER = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A value that only running the file would give: its source text."""
+    """A value that only running the file would give, by its source text."""
 
     text: str
+    how: str = "computed"
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Draft:
     _spare: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self.theirs = {key: _json(value) for key, value in self.theirs.items()}
         self._entries = {key: entry_of(self.table, key) for key in self.theirs}
 
     def has(self, key: str) -> bool:
@@ -80,9 +82,7 @@ class Draft:
     def below(self, prefix: str) -> list[str]:
         """The names directly below a dotted prefix, in the order of the file."""
         start = f"{prefix}."
-        names = (
-            key[len(start) :].partition(".")[0] for key in self.theirs if key.startswith(start)
-        )
+        names = (k[len(start) :].partition(".")[0] for k in self.theirs if k.startswith(start))
         return list(dict.fromkeys(names))
 
     def take(self, *keys: str, default: Any = None) -> Any:
@@ -156,8 +156,8 @@ class Draft:
 
     def fill(self, key: str, why: str) -> None:
         """Sets a placeholder for one of our keys, in place of the keys below it."""
-        for below in [one for one in self.ours if one.startswith(f"{key}.")]:
-            del self.ours[below]
+        for below in keys_below(key):
+            self.ours.pop(f"{key}.{below}", None)
         self.ours.pop(EITHER.get(key, ""), None)
         last = key.rpartition(".")[2]
         self.ours[key] = PLACEHOLDERS.get(key) or PLACEHOLDERS.get(last, "FILL_IN")
@@ -202,7 +202,8 @@ class Draft:
             for ours in [one for one in gives if one in self.ours or one == gives[0]]:
                 self.fill(ours, f"{key} could not be read: {why}")
             if entry is not None and entry.note:
-                self.differs.append(f"{key} could not be read: {why}")
+                self.fill_in[key] = f"it could not be read: {why}"
+                self.differs = [one for one in self.differs if not one.startswith(f"{key}:")]
         for key, value in self.theirs.items():
             if key.startswith("**") and isinstance(value, Expression):
                 self.fill_in[key] = f"{value.text} may set any key of the run: compare all of them"
@@ -243,15 +244,38 @@ class Draft:
         return self._gives.get(key) or list(entry.ours if entry is not None else ())
 
 
+def teacher_of(source: str) -> str:
+    """The key of the teacher of one source."""
+    return "teachers." + re.sub(r"[^\w-]", "-", source)
+
+
 def _why(value: Any) -> str:
     """Why a value is not known; empty for one that is."""
-    return f"its value is computed: {value.text}" if isinstance(value, Expression) else ""
+    return f"its value is {value.how}: {value.text}" if isinstance(value, Expression) else ""
+
+
+def _json(value: Any) -> Any:
+    """The value, or an Expression for a date, a set, bytes and others that JSON does not have."""
+    try:
+        json.dumps(None if isinstance(value, Expression) else value)
+    except (TypeError, ValueError, RecursionError):
+        return Expression(type(value).__name__, "not JSON")
+    return value
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return list(one) == list(other)
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def add(found: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Adds keys; one that has another value already becomes an Expression of both."""
+    for key, value in given.items():
+        if key in found and found[key] != value:
+            both = (getattr(one, "text", repr(one))[:SHOWN] for one in (found[key], value))
+            value = Expression(" or ".join(both))
+        found[key] = value
 
 
 def flat(tree: Any, budget: Budget, prefix: str = "") -> dict[str, Any]:

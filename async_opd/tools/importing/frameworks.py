@@ -15,12 +15,15 @@ from async_opd.files.foreign import foreign
 from async_opd.tools.importing import asyncopd, nemo_rl, prime_rl, trl, verl
 from async_opd.tools.importing.budget import FILE_BYTES, Budget
 from async_opd.tools.importing.common import complete
-from async_opd.tools.importing.draft import Draft, Expression, flat
+from async_opd.tools.importing.draft import Draft, Expression, add, flat
 from async_opd.tools.importing.python_script import CONFIGS, read_python
 from async_opd.tools.importing.shell import flags, overrides, read_shell
 from async_opd.tools.importing.table import Table, table_of
 from async_opd.tools.importing.yaml_tree import read_yaml
 
+VERLS = r"(?:fully_async_)?ppo(?:_megatron)?_trainer(?:\.yaml)?$"
+CONFIG = re.compile(rf"^(?:--config(?:-name)?|-cn)[=\n](?!{VERLS})(.+)$", re.MULTILINE)
+"""A file with more keys that a command names, as Hydra and TRL do; not one of verl's own."""
 MAX_PARTS = 64
 LONG_KEY = re.compile(rf"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){{{MAX_PARTS}}}""")
 """A dotted key for which tomllib would take time and memory by the square of its parts."""
@@ -84,9 +87,7 @@ def parse(path: Path, name: str | None = None) -> Parsed:
         remedy = f"give the file that sets the run's keys, or {KNOWN}"
         raise _refused(path, "sets no key of a framework that is known here", remedy)
     if isinstance(parsed.keys.get("args"), Expression) and path.suffix == ".py":
-        remedy = (
-            "write the command that starts it, with its flags, into a .sh file, and import that"
-        )
+        remedy = "write the command that starts it, with its flags, into a .sh file: import that"
         message = f"has no settings: its trainer takes args={parsed.keys['args'].text}"
         raise _refused(path, message, remedy)
     return parsed
@@ -144,12 +145,15 @@ def config_class(words: list[str]) -> dict[str, str]:
 def _parse_shell(text: str, budget: Budget, name: str | None) -> Parsed:
     """The overrides of the script's commands, or the flags of the one that trains a student."""
     script = read_shell(text, budget)
-    keys: dict[str, Any] = {}
-    for words in script.commands:
-        keys.update(overrides(words, budget))
+    found = [(words, overrides(words, budget)) for words in script.commands]
+    keys = [key for _, one in found for key in one]
     if name == "trl" or not any(key.startswith("actor_rollout_ref.") for key in keys):
-        for words in script.commands:
-            given = flags(words, budget)
-            if trl.TEACHER in given or (name == "trl" and trl.STUDENTS & given.keys()):
-                keys = {**config_class(words), **given}
-    return Parsed(keys, [f"not read: {line}" for line in script.skipped])
+        students = trl.STUDENTS if name == "trl" else set[str]()
+        given = ((words, {**config_class(words), **flags(words, budget)}) for words, _ in found)
+        found = [one for one in given if {trl.TEACHER, *students} & one[1].keys()] or found
+    merged: dict[str, Any] = {}
+    for _, one in found:
+        add(merged, one)
+    files = CONFIG.findall("\n".join(word for words, one in found if one for word in [*words, ""]))
+    notes = [f"not read: {line}" for line in dict.fromkeys(script.skipped)]
+    return Parsed(merged, notes, [], files)

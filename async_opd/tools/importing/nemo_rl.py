@@ -6,13 +6,7 @@ Facts: ``examples/configs/distillation_math.yaml``, ``examples/configs/recipes/l
 
 from __future__ import annotations
 
-from async_opd.tools.importing.common import (
-    batches,
-    evaluation_every,
-    length,
-    log_to,
-    template_variables,
-)
+from async_opd.tools.importing.common import batches, evaluation_every, length, log_to, section
 from async_opd.tools.importing.draft import Draft
 
 GENERATION = "policy.generation"
@@ -100,14 +94,9 @@ def _sizes(draft: Draft) -> int:
     steps = draft.given("distillation.max_num_steps")
     length(draft, steps and int(steps) * sync, "distillation.max_num_epochs")
     if steps and sync > 1:
-        draft.differs.append(
-            f"distillation.max_num_steps: a step there has {sync} optimizer steps, which are steps "
-            "here"
-        )
-    packed, dynamic = (
-        f"policy.{name}.train_mb_tokens" for name in ("sequence_packing", "dynamic_batching")
-    )
-    draft.put("train.tokens_per_micro_batch", draft.whole(packed, dynamic, default=8192))
+        draft.differs.append(f"distillation.max_num_steps: {sync} optimizer steps are one there")
+    places = [f"policy.{one}.train_mb_tokens" for one in ("sequence_packing", "dynamic_batching")]
+    draft.put("train.tokens_per_micro_batch", draft.whole(*places, default=8192))
     return sync
 
 
@@ -133,9 +122,8 @@ def _pools(draft: Draft) -> None:
     draft.put("train.context_parallel", draft.take(*keys, default=1))
     boxes = ("automodel_cfg", "dtensor_cfg")
     again = draft.take(*(f"policy.{one}.activation_checkpointing" for one in names))
-    draft.put(
-        "train.gradient_checkpointing", None if again is None else "full" if again else "none"
-    )
+    if again is not None:
+        draft.put("train.gradient_checkpointing", "full" if again else "none")
     if draft.take(*(f"policy.{one}.cpu_offload" for one in boxes)):
         draft.ours["train.offload"] = "parameters"
     size = "tensor_model_parallel_size" if megatron else "tensor_parallel_size"
@@ -157,9 +145,7 @@ def _optimizer(draft: Draft, sync: int) -> None:
         warmup = draft.whole(f"{box}.scheduler.lr_warmup_iters")
         style = draft.take(f"{box}.scheduler.lr_decay_style", default="constant")
         if style != "constant":
-            draft.differs.append(
-                f"policy.scheduler: {style} is not a schedule here; constant is used"
-            )
+            draft.differs.append(f"policy.scheduler: constant is used, there is no {style} here")
         places = (f"{box}.optimizer", kwargs)
         first = draft.number(f"{box}.optimizer.adam_beta1", default=0.9)
         betas = [first, draft.number(f"{box}.optimizer.adam_beta2", default=0.999)]
@@ -184,23 +170,17 @@ def _scheduled(draft: Draft) -> int:
         if kind.endswith("LinearLR"):
             warmup = total
         elif kind and not kind.endswith("ConstantLR"):
-            draft.differs.append(
-                f"policy.scheduler: {kind} is not a schedule here; constant is used"
-            )
+            draft.differs.append(f"policy.scheduler: constant is used, there is no {kind} here")
         elif not kind and milestones is None:
             draft.take(f"policy.scheduler.{name}")
     return warmup
 
 
 def _data(draft: Draft) -> None:
-    names = {
-        key: draft.take(key)
-        for key in draft.theirs
-        if key.startswith("data.") and key.endswith("dataset_name")
-    }
-    for key, name in names.items():
+    names = [k for k in draft.theirs if k.startswith("data.") and k.endswith("dataset_name")]
+    for key in names:
         split = "eval" if "validation" in key else "train"
-        draft.fill(f"data.{split}", f"NeMo-RL loads {name} by name: write a file")
+        draft.fill(f"data.{split}", f"NeMo-RL loads {draft.take(key)} by name: write a file")
     for key in ("prompt_file", "system_prompt_file"):
         if text := draft.take(f"data.default.{key}"):
             draft.fill(
@@ -210,4 +190,4 @@ def _data(draft: Draft) -> None:
             )
     if text := draft.take("data.default.teacher_prompt_file"):
         draft.fill("teachers.teacher.prompt_template", f"the text of {text}")
-    template_variables(draft, "policy.tokenizer.chat_template_kwargs")
+    section(draft, "policy.tokenizer.chat_template_kwargs", "student.chat_template_kwargs")

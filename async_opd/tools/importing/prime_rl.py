@@ -12,10 +12,8 @@ Facts: ``docs/on_policy_distillation.md``, ``docs/algorithms.md``, ``configs/deb
 
 from __future__ import annotations
 
-import re
-
 from async_opd.tools.importing.common import FROZEN, batches, log_to
-from async_opd.tools.importing.draft import Draft
+from async_opd.tools.importing.draft import Draft, teacher_of
 
 LOSS = "trainer.loss"
 ENVIRONMENTS = ("orchestrator.train.env", "orchestrator.train.source", "orchestrator.env")
@@ -25,7 +23,8 @@ OF_SOURCE = ("algo", "algorithms.0")
 NAMES = ("name", "id", "taskset.id", "env.taskset.id")
 DISTILS = ("opd", "tau")
 SELF = ("opsd", "self_distill")
-NO_TEACHER = "the file does not give it: write a directory or a hub id"
+SHARE = "gpu_memory_utilization"
+OF_ENGINE = {SHARE: SHARE, f"vllm.{SHARE}": SHARE, "model.dtype": "dtype"}
 UNCAPPED = 1000
 """An ``importance_cap`` that no ratio reaches: there the ratio is not truncated."""
 
@@ -35,12 +34,8 @@ def together(draft: Draft) -> None:
     kind, prefix = _algorithm(draft)
     sources = _sources(draft, kind)
     kinds = [*dict.fromkeys(one for _, one, _ in sources)] or [kind]
-    n = draft.whole(
-        "orchestrator.group_size",
-        "orchestrator.train.group_size",
-        "orchestrator.rollouts_per_example",
-        default=1,
-    )
+    groups = ("group_size", "train.group_size", "rollouts_per_example")
+    n = draft.whole(*(f"orchestrator.{one}" for one in groups), default=1)
     draft.ours["rollout.n"] = n
     level = draft.number("max_async_level", "orchestrator.max_async_level", default=1)
     batches(draft, draft.whole("orchestrator.batch_size", default=128), 1, level)
@@ -58,9 +53,7 @@ def together(draft: Draft) -> None:
 
 
 def _engines(draft: Draft) -> int:
-    parallel = draft.count("inference.parallel.tp")
-    draft.put("rollout.tensor_parallel", parallel)
-    _share(draft, "rollout", _tagged(draft, "student"))
+    parallel = _engine(draft, "rollout", [*_tagged(draft, "student"), "inference"])
     return max(draft.whole("deployment.num_infer_gpus", default=1) // parallel, 1)
 
 
@@ -89,16 +82,13 @@ def _sources(draft: Draft, kind: str) -> list[tuple[str, str, str]]:
                 continue
             name = str(named)
             for one in NAMES:
-                draft.gives(f"{place}.{one}", "teachers.teacher.sources", f"{_of(name)}.sources")
+                draft.gives(
+                    f"{place}.{one}", "teachers.teacher.sources", f"{teacher_of(name)}.sources"
+                )
             kinds = {f"{place}.{one}": _kind(draft, f"{place}.{one}") for one in OF_SOURCE}
             at, own = next(((at, own) for at, own in kinds.items() if own), ("", kind))
             found.setdefault(name, (name, own, at))
     return list(found.values())
-
-
-def _of(source: str) -> str:
-    """The key of the teacher of one source."""
-    return "teachers." + re.sub(r"[^\w-]", "-", source)
 
 
 def _kind(draft: Draft, prefix: str) -> str:
@@ -135,9 +125,8 @@ def _sampling(draft: Draft) -> None:
         draft.put(f"{ours}.temperature", draft.take(f"{prefix}.temperature"))
     if "rollout.max_tokens" not in draft.ours:
         draft.ours["rollout.max_tokens"] = draft.take("seq_len", default=2048)
-    answers = draft.whole(
-        "orchestrator.eval.group_size", "orchestrator.eval.rollouts_per_example", default=1
-    )
+    groups = ("group_size", "rollouts_per_example")
+    answers = draft.whole(*(f"orchestrator.eval.{one}" for one in groups), default=1)
     if answers > 1:
         draft.put("eval.n", answers)
         draft.ours.setdefault("eval.temperature", 1.0)
@@ -145,17 +134,18 @@ def _sampling(draft: Draft) -> None:
 
 def _teachers(draft: Draft, kind: str, prefix: str, sources: list[tuple[str, str, str]]) -> None:
     """One teacher for all sources, or one for each where they have separate algorithms."""
+    tagged = _tagged(draft, "teacher")
     if not any(at for _, _, at in sources):
-        _teacher(draft, "teachers.teacher", kind, prefix)
+        _teacher(draft, "teachers.teacher", kind, prefix, tagged)
         if sources:
             draft.ours["teachers.teacher.sources"] = [name for name, _, _ in sources]
         return
     for name, kind_there, at in sources:
-        draft.ours[f"{_of(name)}.sources"] = [name]
-        _teacher(draft, _of(name), kind_there, at or prefix)
+        draft.ours[f"{teacher_of(name)}.sources"] = [name]
+        _teacher(draft, teacher_of(name), kind_there, at or prefix, tagged)
 
 
-def _teacher(draft: Draft, ours: str, kind: str, prefix: str) -> None:
+def _teacher(draft: Draft, ours: str, kind: str, prefix: str, tagged: list[str]) -> None:
     if kind in SELF:
         draft.ours[f"{ours}.kind"] = "self"
         demonstration = draft.take(f"{prefix}.demo_key", default="answer")
@@ -165,18 +155,14 @@ def _teacher(draft: Draft, ours: str, kind: str, prefix: str) -> None:
         draft.differs.append("opsd words the demonstration differently: see prompt_template")
         return
     if kind not in (*DISTILS, "sft"):
-        draft.fill(
-            f"{ours}.model", f"{kind} has no teacher there: name one, or leave its source out"
-        )
+        draft.fill(f"{ours}.model", f"{kind} has no teacher there: name one, or omit its source")
         return
     named = draft.take(f"{prefix}.model", default="reference") if prefix else None
     places = [f"{prefix}.teacher", "orchestrator.teacher", "orchestrator.teacher_model"]
     places += [f"orchestrator.models.{named}"] if named else []
     for place in places:
-        names, urls = (
-            (f"{place}.{one}.{name}", f"{place}.{name}")
-            for one, name in (("model", "name"), ("client", "base_url"))
-        )
+        names = (f"{place}.model.name", f"{place}.name")
+        urls = (f"{place}.client.base_url", f"{place}.base_url")
         url = draft.take(*urls)
         if url:
             draft.ours[f"{ours}.kind"] = "endpoint"
@@ -186,30 +172,37 @@ def _teacher(draft: Draft, ours: str, kind: str, prefix: str) -> None:
             if not draft.give(f"{ours}.served_model", *names):
                 draft.fill(f"{ours}.served_model", "the file does not give its name on the server")
             return
-    _started(draft, ours, [f"{place}.{one}" for place in places for one in ("model.name", "name")])
+    started = [f"{place}.{one}" for place in places for one in ("model.name", "name")]
+    _started(draft, ours, started, tagged)
 
 
-def _started(draft: Draft, ours: str, names: list[str]) -> None:
+def _started(draft: Draft, ours: str, names: list[str], tagged: list[str]) -> None:
     """A teacher that the run starts: in ``teacher_inference``, or in ``inference`` by its tag."""
-    tagged = _tagged(draft, "teacher")
     for place in [*tagged, "teacher_inference"]:
         names.append(f"{place}.model.name")
         draft.give(f"{ours}.engine.max_model_len", f"{place}.model.max_model_len")
-    _share(draft, ours, tagged)
-    if not draft.give(f"{ours}.model", *names):
-        draft.fill(f"{ours}.model", NO_TEACHER)
-    draft.put(f"{ours}.replicas", draft.whole("deployment.num_teacher_gpus", default=1))
+    parallel = _engine(draft, ours, tagged)
+    draft.give(f"{ours}.model", *names)
+    gpus = draft.whole("deployment.num_teacher_gpus", default=1)
+    draft.put(f"{ours}.replicas", max(gpus // parallel, 1))
 
 
 def _tagged(draft: Draft, tag: str) -> list[str]:
-    """The engines in ``[[inference]]`` that have a tag."""
+    """The first engines in ``[[inference]]`` that have a tag."""
     places = (f"inference.{index}" for index in draft.below("inference"))
-    return [one for one in places if draft.take(f"{one}.tag") == tag]
+    return [one for one in places if draft.take(f"{one}.tag") == tag][:1]
 
 
-def _share(draft: Draft, ours: str, places: list[str]) -> None:
-    share = "gpu_memory_utilization"
-    draft.give(f"{ours}.engine.{share}", *(f"{one}.{share}" for one in places))
+def _engine(draft: Draft, ours: str, places: list[str]) -> int:
+    """The settings of an engine in the first place that has them; returns its GPUs."""
+    for theirs, name in OF_ENGINE.items():
+        draft.give(f"{ours}.engine.{name}", *(f"{one}.{theirs}" for one in places))
+    sizes = [f"{one}.parallel.tp" for one in places]
+    for key in sizes:
+        draft.gives(key, f"{ours}.tensor_parallel", f"{ours}.replicas")
+    parallel = draft.count(*sizes)
+    draft.put(f"{ours}.tensor_parallel", parallel)
+    return parallel
 
 
 def _objective(draft: Draft, kinds: list[str], n: int) -> None:

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_opd.tools.importing.budget import Budget
-from async_opd.tools.importing.draft import Expression, flat
+from async_opd.tools.importing.draft import Expression, add, flat
 
 CONFIGS = ("GKDConfig", "GOLDConfig", "DistillationConfig", "AsyncDistillationConfig")
 TRAINERS = tuple(name.replace("Config", "Trainer") for name in CONFIGS)
 ADAPTER = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 MODELS = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
 DATASET = ("dataset_name", "dataset_config")
+CHANGES = ("update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear")
+"""Methods after which a literal is another one."""
 SWITCHES = {"store_true": False, "store_false": True}
 
 
@@ -33,29 +35,24 @@ def read_python(text: str, budget: Budget) -> tuple[dict[str, Any], list[str]]:
     tree = ast.parse(text)
     names, found = _names(tree, budget), dict[str, Any]()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = _called(call)
+        name = _name_of(call)
         if name in CONFIGS:
-            found["config_class"] = name
             given = {one: names.value(v) for one, v in _keywords(call, names)}
-            _add(found, flat(given, budget))
+            add(found, {"config_class": name, **flat(given, budget)})
         elif name.endswith(TRAINERS):
-            found.setdefault("config_class", _trainers_config(name))
+            longest = max((one for one in TRAINERS if name.endswith(one)), key=len)
+            add(found, {"config_class": longest.replace("Trainer", "Config")})
             _read_trainer(call, names, found)
         elif name == "LoraConfig":
             known = ((ADAPTER.get(one, f"lora.{one}"), v) for one, v in _keywords(call, names))
-            _add(found, {one: names.value(v) for one, v in known})
+            add(found, {one: names.value(v) for one, v in known})
         elif name == "load_dataset":
             _read_dataset(call, names, found)
-    for target, value in names.stored:  # settings.beta = 0.5, after settings = GKDConfig(…)
-        made = names.followed(target.value)
-        if isinstance(made, ast.Call) and _called(made) in CONFIGS:
-            _add(found, {target.attr: names.value(value)})
+    for owner, key, value in names.stored:  # settings.beta = 0.5, after settings = GKDConfig(…)
+        made = names.followed(owner)
+        if isinstance(made, ast.Call) and _name_of(made) in CONFIGS:
+            add(found, {key: names.value(value)})
     return found, names.notes()
-
-
-def _trainers_config(name: str) -> str:
-    longest = max((one for one in TRAINERS if name.endswith(one)), key=len)
-    return longest.replace("Trainer", "Config")
 
 
 @dataclass
@@ -66,7 +63,7 @@ class _Names:
     values: dict[str, list[ast.expr | None]] = field(default_factory=lambda: defaultdict(list))
     options: dict[str, list[ast.expr | None]] = field(default_factory=lambda: defaultdict(list))
     configs: bool = False
-    stored: list[tuple[ast.Attribute, ast.expr]] = field(default_factory=list)
+    stored: list[tuple[ast.expr, str, ast.expr]] = field(default_factory=list)
     used: dict[str, None] = field(default_factory=dict)
 
     def value(self, node: ast.expr) -> Any:
@@ -114,12 +111,9 @@ class _Names:
 
     def notes(self) -> list[str]:
         """Names the arguments of the script whose defaults were taken."""
-        if not self.used:
-            return []
         options = ", ".join(f"--{name}" for name in self.used)
-        return [
-            f"the script's own arguments have their defaults here: compare its command: {options}"
-        ]
+        note = f"arguments of the script have their defaults here: compare its command: {options}"
+        return [note] if options else []
 
 
 def _names(tree: ast.Module, budget: Budget) -> _Names:
@@ -137,13 +131,21 @@ def _names(tree: ast.Module, budget: Budget) -> _Names:
         elif isinstance(node, ast.Call):
             _read_option(node, names)
     for node in ast.walk(tree):
-        if not isinstance(getattr(node, "ctx", None), ast.Store) or id(node) in plain:
-            continue
-        if isinstance(node, ast.Name):
-            names.values[node.id].append(None)
-        elif isinstance(node, ast.Attribute):
-            names.options[node.attr].append(None)
+        if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            _read_store(node, names, plain)
     return names
+
+
+def _read_store(node: ast.AST, names: _Names, plain: set[int]) -> None:
+    """Marks a name or an attribute unknown that something else than an assignment sets."""
+    if isinstance(node, ast.Attribute):
+        names.options[node.attr].append(None)
+        if id(node) not in plain:
+            names.stored.append((node.value, node.attr, node))
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Name) and id(node) not in plain:
+        names.values[node.id].append(None)
 
 
 def _read_assignment(
@@ -155,17 +157,24 @@ def _read_assignment(
         if isinstance(target, ast.Name) and not of_class:
             names.values[target.id].append(value)
         elif isinstance(target, ast.Attribute):
-            names.stored.append((target, value))
-    return {id(target) for target in targets if isinstance(target, ast.Name)}
+            names.stored.append((target.value, target.attr, value))
+    return set(map(id, targets))
 
 
 def _read_option(call: ast.Call, names: _Names) -> None:
-    """The default of an argument of the script, and whether a config stands in it."""
-    names.configs |= _called(call) in CONFIGS
-    if _called(call) == "add_argument":
+    """The default of an argument of the script, what a call changes, and whether it is a config."""
+    names.configs |= _name_of(call) in CONFIGS
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    if isinstance(owner, ast.Name) and _name_of(call) in CHANGES:
+        names.values[owner.id].append(None)
+    elif _name_of(call) == "setattr" and len(call.args) == len(("owner", "name", "value")):
+        name = _constant(call.args[1])
+        names.options[str(name)].append(None)
+        names.stored.append((call.args[0], name or f"**{ast.unparse(call)}", call))
+    elif _name_of(call) == "add_argument":
         name, default = _option(call)
         names.options[name].append(default)
-    elif _called(call) == "set_defaults":
+    elif _name_of(call) == "set_defaults":
         for keyword in call.keywords:
             names.options[keyword.arg or ""] = [keyword.value]
 
@@ -174,7 +183,7 @@ def _fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr | None]]:
     for one in node.body:
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
             value = one.value
-            if isinstance(value, ast.Call) and _called(value) == "field":
+            if isinstance(value, ast.Call) and _name_of(value) == "field":
                 value = next((k.value for k in value.keywords if k.arg == "default"), None)
             yield one.target.id, value
 
@@ -209,29 +218,18 @@ def _root(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _add(found: dict[str, Any], given: dict[str, Any]) -> None:
-    for key, value in given.items():
-        if key in found and found[key] != value:
-            value = Expression(f"{_text(found[key])} or {_text(value)}")
-        found[key] = value
-
-
-def _text(value: Any) -> str:
-    return value.text if isinstance(value, Expression) else repr(value)
-
-
 def _read_trainer(call: ast.Call, names: _Names, found: dict[str, Any]) -> None:
     for one, value in [*zip(MODELS, call.args, strict=False), *_keywords(call, names)]:
         if one in MODELS:
-            found.setdefault(MODELS[one], names.model(value))
+            add(found, {MODELS[one]: names.model(value)})
         elif one == "args" and not names.configs:
             found["args"] = Expression(ast.unparse(value))
         elif one == "peft_config":
             known = names.followed(value)
-            if isinstance(known, ast.Call) and _called(known) == "LoraConfig":
-                found["use_peft"] = True
+            if isinstance(known, ast.Call) and _name_of(known) == "LoraConfig":
+                add(found, {"use_peft": True})
             elif not isinstance(known, ast.Constant):
-                found["use_peft"] = Expression(ast.unparse(value))
+                add(found, {"use_peft": Expression(ast.unparse(value))})
 
 
 def _read_dataset(call: ast.Call, names: _Names, found: dict[str, Any]) -> None:
@@ -267,10 +265,6 @@ def _keywords(call: ast.Call, names: _Names) -> list[tuple[str, ast.expr]]:
         else:
             found.append((f"**{ast.unparse(one.value)}", one.value))
     return found
-
-
-def _called(call: ast.Call) -> str:
-    return _name_of(call.func)
 
 
 def _name_of(node: ast.expr) -> str:

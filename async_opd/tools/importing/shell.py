@@ -14,25 +14,38 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from async_opd.config.yaml_text import YamlError, load_yaml
 from async_opd.tools.importing.budget import Budget
 from async_opd.tools.importing.draft import Expression, flat
 
-ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+DECLARES = ("export", "local", "readonly", "declare")
+ASSIGNMENT = re.compile(rf"^(?:(?:{'|'.join(DECLARES)})\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?([-=])((?:[^{}]|\{[^{}]*\})*))?\})")
-UNKNOWN = re.compile(r"\$\(|`|\$\{\d+\}|\$[@*]")
+UNKNOWN = re.compile(r"\$\(|`|\$[@*]|\$\{(?![A-Za-z_]\w*\})")
 """A part of a value that only running the script would give."""
-SET = re.compile(r"(?:^|[;\s])(?:export\s+|local\s+)?([A-Za-z_]\w*)\+?=(?!\()")
+ARGUMENTS = ("$@", "$*", "${@", "${*")
+SET = re.compile(r"(?:^|[;&|\s])([A-Za-z_]\w*)\+?=(?!\()")
 """A variable that a line sets, which is not an array."""
+QUOTED = r"""\\.|'[^']*'|"[^"\\]*(?:\\.[^"\\]*)*\""""
+OUTSIDE = re.compile(QUOTED, re.DOTALL)
+PART = re.compile(rf"(?P<comment>(?<![^\s;])#[^\n]*)|{QUOTED}|[^\s;#\\'\"()]+|.", re.DOTALL)
+"""A comment, a text in quotes, or what is between them."""
+INSIDE = r"(?:[^()]|\(_\))*"
+SUBSTITUTED = rf"""\$(?:\({INSIDE.replace("_", "[^()]*")}\)|\{{[^{{}}'"]*\}})"""
+"""``$(…)`` or ``${…}``, which may have spaces."""
+WORD = re.compile(rf"(?:{SUBSTITUTED}|\S)+")
 ARRAY = re.compile(r"^\$\{(\w+)\[@\]\}$")
 PIECE = re.compile(
-    r"""(?P<space>[ \t\r\n]+)|(?P<plain>[^ \t\r\n"'\\]+)|\\(?P<escaped>.)"""
+    r"""(?P<space>[ \t\r\n]+)|\\(?P<escaped>.)"""
+    rf"""|(?P<plain>(?:{SUBSTITUTED}|[^ \t\r\n"'\\])+)"""
     r"""|'(?P<single>[^']*)'|"(?P<double>[^"\\]*(?:\\.[^"\\]*)*)\"""",
     re.DOTALL,
 )
 """A part of a word, or what is between two words."""
+SUM = re.compile(rf"\$\(\(({INSIDE.replace('_', INSIDE.replace('_', '[^()]*'))})\)\)")
 MAX_SUM = 10_000
 """Characters of a ``$((…))`` that are read."""
 OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
@@ -44,16 +57,16 @@ KEY = re.compile(r"(?<=[{,])(\s*[\w.-]+):(?=\S)")
 ENDS_FLAGS = re.compile(r"^(?:\d*[<>].*|&&?|\|\|?|;)$")
 """Redirections and what joins two commands."""
 FLAG = re.compile(r"^--([A-Za-z][\w-]*)(?:=(.*))?$", re.DOTALL)
-OPENS = ("if", "for", "while", "until", "case")
-CLOSES = ("fi", "done", "esac")
-OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+BRACE = re.compile(r"(?<=\(\))[ \t]*\n[ \t]*\{")
+"""Of a function, on the line behind its name."""
+FUNCTION = re.compile(r"(?:function\s+[\w-]+|^[\w-]+\s*\(\s*\))(?:\s*\(\s*\))?")
+OPENS = ("if", "for", "while", "until", "case", "{")
+CLOSES = ("fi", "done", "esac", "}")
+BEFORE = ("if", "while", "until", "elif", "then", "else", "do", "{", "!")
+"""Words that a command may follow."""
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"Add": operator.add, "Sub": operator.sub}
+OPERATIONS |= {"Mult": operator.mul, "Mod": operator.mod}
+OPERATIONS |= dict.fromkeys(("Div", "FloorDiv"), operator.floordiv)
 
 
 @dataclass
@@ -72,23 +85,29 @@ def read_shell(text: str, budget: Budget) -> Script:
     """
     script, variables = Script(), _Variables(budget)
     depth = 0
-    for line in _logical_lines(text):
-        first = line.split(None, 1)[0].rstrip(";")
-        opens = first in OPENS or bool(re.match(r"^(function\s+)?\w+\s*\(\)", line))
+    for line in _logical_lines(BRACE.sub(" {", text)):
+        bare = OUTSIDE.sub("_", line)
+        change, function = _change(FUNCTION.sub("", bare)), FUNCTION.match(bare)
+        opens = line[0] != "{" and (change > 0 or function or bare.split()[0] in OPENS)
         if opens and depth == 0:
             script.skipped.append(line.splitlines()[0])
         if opens or depth:
-            depth += _change(line, opens)
+            depth = max(depth + change, 0)
             variables.unsure(line)
-            continue
-        _read_line(line, script, variables)
+        else:
+            _read_line(line, bare, script, variables)
     return script
 
 
-def _change(line: str, opens: bool) -> int:
-    words = re.findall(r"[\w{}]+", line)
-    closed = sum(word in CLOSES for word in words) + (words[-1:] == ["}"] and not opens)
-    return int(opens) - closed
+def _change(bare: str) -> int:
+    """How many blocks a line opens more than it closes, by the first words of its commands."""
+    change = 0
+    for command in re.split(r"[;&|\n()]", bare):
+        for word in command.split():
+            change += (word in OPENS) - (word in CLOSES)
+            if word not in BEFORE:
+                break
+    return change
 
 
 @dataclass
@@ -106,9 +125,11 @@ class _Variables:
         except ValueError:
             return []
         words: list[str] = []
+        bare = {one for one in WORD.findall(OUTSIDE.sub("_", text)) if VARIABLE.fullmatch(one)}
         for word in raw:
             array = ARRAY.match(word)
             found = self.arrays.get(array[1], []) if array else [self.expanded(word)]
+            found = WORD.findall(found[0]) if word in bare else found
             self.budget.take(sum(len(one) + 1 for one in found), word)
             words += found
         return words
@@ -129,6 +150,13 @@ class _Variables:
             return known
 
         return VARIABLE.sub(value, text)
+
+    def assign(self, word: str) -> None:
+        """``NAME=value`` or ``NAME+=value``; anything else is ignored."""
+        if found := ASSIGNMENT.match(word):
+            before = self.names.get(found[1], f"${{{found[1]}}}") if found[2] else ""
+            self.budget.take(len(before), word)
+            self.names[found[1]] = before + found[3]
 
     def unsure(self, line: str) -> None:
         """A line that may run or not: variables that it sets have no known value from here on."""
@@ -154,49 +182,51 @@ def split(text: str) -> list[str]:
     return words
 
 
-def _read_line(line: str, script: Script, variables: _Variables) -> None:
+def _read_line(line: str, bare: str, script: Script, variables: _Variables) -> None:
+    """A command, or assignments; those of a list of commands may not be done: ``a && b=1``."""
     found = ASSIGNMENT.match(line)
-    if found and found[3].startswith("("):
-        more = variables.words(found[3].strip()[1:-1])
-        if found[2]:
-            variables.arrays.setdefault(found[1], []).extend(more)
-        else:
-            variables.arrays[found[1]] = more
+    if several := re.search(r"&&|\|\||;", bare):
+        variables.unsure(line)
+        script.skipped += [line.splitlines()[0]] * ("=(" in bare)
+    elif found and found[3].startswith("("):
+        words = variables.words(found[3].strip()[1:-1])
+        before = variables.arrays.get(found[1], []) if found[2] else []
+        before += words
+        variables.arrays[found[1]] = before
         return
     words = variables.words(line)
-    if found and len(words) == 1 + line.startswith(("export ", "local ", "readonly ")):
-        variables.names[found[1]] = words[-1].partition("=")[2]
-    elif found and words and UNKNOWN.search(words[0]):
+    declared = words[:1] != [] and words[0] in DECLARES
+    given = words[declared:]
+    if found and given and given[0].count("(") > given[0].count(")"):
         variables.names[found[1]] = f"$({line[:80]})"
-    elif words:
-        script.commands.append(words)
+    elif not several and (declared or all(ASSIGNMENT.match(word) for word in words)):
+        for word in given:
+            variables.assign(word)
+    else:
+        script.commands.append([word for word in words if not word.startswith(ARGUMENTS)])
+        lost = "$" if any(map(OVERRIDE.match, words)) else ARGUMENTS
+        script.skipped += [word for word in words[1:] if word.startswith(lost)]
 
 
 def _with_sums(text: str, variables: _Variables) -> str:
     """The text with each ``$((…))`` replaced by its value, if all of its names are numbers."""
-    parts, end = list[str](), 0
-    while (start := text.find("$((", end)) >= 0:
-        parts.append(text[end:start])
-        depth, end = 0, start + 1
-        while end < len(text):
-            depth += {"(": 1, ")": -1}.get(text[end], 0)
-            end += 1
-            if depth == 0:
-                break
-        inner = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", text[start + 3 : end - 2])
+
+    def value(found: re.Match[str]) -> str:
+        inner = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", r"${\1}", found[1])
         inner = variables.expanded(inner).strip()[:MAX_SUM]
         try:
-            parts.append(str(_sum(ast.parse(inner, mode="eval").body)))
+            return str(_sum(ast.parse(inner, mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            parts.append(f"$({re.sub('[^A-Za-z0-9_+*/%()-]', '', inner[:80])})")
-    return "".join([*parts, text[end:]])
+            return f"$({re.sub('[^A-Za-z0-9_+*/%()-]', '', inner[:80])})"
+
+    return SUM.sub(value, text)
 
 
 def _sum(node: ast.AST) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_sum(node.left), _sum(node.right))
+    if isinstance(node, ast.BinOp) and (name := type(node.op).__name__) in OPERATIONS:
+        return OPERATIONS[name](_sum(node.left), _sum(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_sum(node.operand)
     raise ValueError(ast.dump(node))
@@ -204,35 +234,16 @@ def _sum(node: ast.AST) -> int:
 
 def _logical_lines(text: str) -> Iterator[str]:
     """Lines without comments; continued ones, open quotes and open arrays as one."""
-    quote, line, parentheses = "", "", 0
-    at_word = True
-    skip = False
-    for position, character in enumerate(text):
-        following = text[position + 1 : position + 2]
-        if skip:
-            skip = character != "\n"
-            if skip:
-                continue
-        if not quote and character == "#" and at_word:
-            skip = True
-            continue
-        if character == "\\" and following == "\n":
-            continue
-        if character == "\n" and text[position - 1 : position] == "\\" and not skip:
-            line += " "
-            at_word = True
-            continue
-        if character in "\"'" and quote in ("", character):
-            quote = "" if quote else character
-        if not quote:
-            parentheses += {"(": 1, ")": -1}.get(character, 0)
-        at_word = character.isspace() or character == ";"
-        if character == "\n" and not quote and parentheses <= 0:
+    line, parentheses = "", 0
+    for found in PART.finditer(f"{text}\n"):
+        part = found[0]
+        parentheses += {"(": 1, ")": -1}.get(part, 0)
+        if part == "\n" and parentheses <= 0:
             if line.strip():
                 yield line.strip()
             line, parentheses = "", 0
-        else:
-            line += character
+        elif found.lastgroup is None:
+            line += part.replace("\\\n", " ")
     if line.strip():
         yield line.strip()
 
@@ -258,26 +269,21 @@ def flags(words: list[str], budget: Budget) -> dict[str, Any]:
     Several values are a list. Shell operators (``2>&1``, ``|``) end the flags. SyntaxError
     if they are more than the budget.
     """
-    found: dict[str, Any] = {}
-    name, ended = (
-        "",
-        next((at for at, one in enumerate(words) if ENDS_FLAGS.match(one)), len(words)),
-    )
-    for word in words[:ended]:
+    found: dict[str, list[Any]] = {}
+    name = ""
+    for word in takewhile(lambda one: not ENDS_FLAGS.match(one), words):
         if flag := FLAG.match(word):
             name = flag[1].replace("-", "_")
-            found[name] = True if flag[2] is None else value_of(flag[2])
+            found[name] = [] if flag[2] is None else [value_of(flag[2])]
         elif word.endswith(".py"):
             name = ""  # the launcher's flags end, and the script's begin
         elif name:
-            value, before = value_of(word), found[name]
-            if isinstance(before, list):
-                before.append(value)
-            else:
-                found[name] = value if before is True else [before, value]
-    for name, value in found.items():
-        budget.take(len(name) + len(str(value)), name)
-    return found
+            found[name].append(value_of(word))
+    for name, values in found.items():
+        budget.take(len(name) + len(str(values)), name)
+        if any(isinstance(one, Expression) for one in values):
+            found[name] = [Expression(" ".join(getattr(v, "text", str(v)) for v in values))]
+    return {k: values if values[1:] else [*values, True][0] for k, values in found.items()}
 
 
 def value_of(text: str) -> Any:

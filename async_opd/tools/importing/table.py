@@ -89,9 +89,8 @@ Table = Mapping[str, Entry]
 def content_of(framework: str) -> dict[str, Any]:
     """The content of a framework's file."""
     name = f"{framework.replace('-', '_')}.yaml"
-    tree: dict[str, Any] = load_yaml(
-        files(__package__).joinpath("tables", name).read_text(encoding="utf-8")
-    )
+    file = files(__package__).joinpath("tables", name)
+    tree: dict[str, Any] = load_yaml(file.read_text(encoding="utf-8"))
     return tree
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_opd.tools.importing.common import batches, length, log_to, template_variables
-from async_opd.tools.importing.draft import Draft
+from async_opd.tools.importing.common import batches, length, log_to, section
+from async_opd.tools.importing.draft import Draft, teacher_of
 from async_opd.tools.importing.table import content_of
 
 TEACHER = "teacher_model_name_or_path"
+URLS = "teacher_server_urls"
 FILES = (".parquet", ".jsonl", ".json")
 STUDENTS = {"model_name_or_path", "model", "student_model"}
 
@@ -48,9 +49,7 @@ def _periods(draft: Draft, sync: int) -> None:
             every = draft.number(f"{theirs}_steps", default=500)
             draft.ours[f"{ours}.every"] = max(round(every / sync), 1)
         elif strategy != "no":
-            draft.unreadable[f"{theirs}_strategy"] = (
-                f"{strategy}: here it is every so many versions"
-            )
+            draft.unreadable[f"{theirs}_strategy"] = f"{strategy}: here versions are counted"
 
 
 def _class(draft: Draft) -> str:
@@ -58,7 +57,7 @@ def _class(draft: Draft) -> str:
     named = draft.take("config_class")
     if isinstance(named, str) and named in classes():
         return named
-    if draft.has("max_staleness") or draft.below("teacher_server_urls"):
+    if draft.has("max_staleness") or draft.below(URLS):
         return "AsyncDistillationConfig"
     if draft.has("loss_top_k") or draft.has("use_teacher_server"):
         return "DistillationConfig"
@@ -97,23 +96,22 @@ def _recipe(draft: Draft, own: dict[str, Any]) -> None:
 
 
 def _teachers(draft: Draft, kind: str) -> None:
-    names = draft.below("teacher_server_urls")
-    places = {name: f"teacher_server_urls.{name}" for name in names}
+    places = {key.partition(".")[2]: key for key in draft.theirs if key.startswith(f"{URLS}.")}
     if draft.take("use_teacher_server") and draft.has("teacher_model_server_url"):
         places = {"default": "teacher_model_server_url"}
     if kind == "AsyncDistillationConfig" and not places:
-        places = {"default": "teacher_server_urls"}
+        places = {"default": URLS}
     if not places:
         draft.give("teachers.teacher.model", TEACHER, "teacher_model")
     for name, place in places.items():
-        ours = f"teachers.{'teacher' if name == 'default' else name}"
+        ours = teacher_of("teacher" if name == "default" else name)
         url = draft.take(place, default="http://localhost:8001")
         draft.gives(place, f"{ours}.urls")
         draft.ours.update({f"{ours}.kind": "endpoint", f"{ours}.urls": [url]})
         if not draft.give(f"{ours}.served_model", TEACHER, "teacher_model"):
-            draft.fill(
-                f"{ours}.served_model", "the file does not give the model's name on the server"
-            )
+            draft.fill(f"{ours}.served_model", "the file does not give its name on the server")
+        if len(places) > 1 and ours != f"teachers.{name}":
+            draft.ours[f"{ours}.sources"] = [name]
     if len(places) > 1:
         draft.ours["data.route_by"] = "teacher_id"
     if draft.number("teacher_temperature", default=1.0) != 1:
@@ -185,9 +183,7 @@ def _optimizer(draft: Draft, own: dict[str, Any]) -> None:
     if not name.startswith("constant"):
         draft.ours["train.min_lr_ratio"] = draft.number("lr_scheduler_kwargs.min_lr_rate")
     if name not in ("cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"):
-        draft.differs.append(
-            f"lr_scheduler_type: {name} is not a schedule here; cosine to 0 is used"
-        )
+        draft.differs.append(f"lr_scheduler_type: cosine to 0 is used, there is no {name} here")
     ratio, steps = draft.number("warmup_ratio"), draft.number("warmup_steps")
     total = draft.ours.get("train.steps")
     if 0 < steps < 1:
@@ -210,7 +206,7 @@ def _adapters(draft: Draft) -> None:
 def _data(draft: Draft) -> None:
     name = draft.take("dataset_name")
     rest = (draft.take("dataset_config"), draft.take("dataset_train_split", default="train"))
-    template_variables(draft, "chat_template_kwargs")
+    section(draft, "chat_template_kwargs", "student.chat_template_kwargs")
     more = draft.take("load_dataset", "data_files")
     if name is not None:
         local = str(name).endswith(FILES) or str(name).startswith(("/", "."))

@@ -14,8 +14,6 @@ Facts: ``docs/algo/opd.md``, ``docs/advance/v1_async_trainer.md``, ``verl/traine
 
 from __future__ import annotations
 
-from typing import Any
-
 from async_opd.tools.importing.common import (
     FROZEN,
     batches,
@@ -23,6 +21,7 @@ from async_opd.tools.importing.common import (
     joined_files,
     length,
     log_to,
+    section,
 )
 from async_opd.tools.importing.draft import Draft
 
@@ -38,9 +37,8 @@ ENGINE = (
     "max_num_batched_tokens",
     "dtype",
 )
-ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"} | {
-    k: k for k in ("k1", "k2", "k3", "abs")
-}
+ESTIMATORS = {k: k for k in ("k1", "k2", "k3", "abs")}
+ESTIMATORS |= {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 CUTS = {"error": "refuse", "left": "truncate_left"}
 TOP_K = {
     "forward_kl_topk": ("forward_kl", "teacher_topk", "ignore"),
@@ -55,9 +53,7 @@ def together(draft: Draft) -> None:
         draft.another.append("no distillation: distillation.enabled is off there")
     mode = str(draft.take(f"{V1}.trainer_mode", default="sync"))
     if mode not in MODES:
-        draft.unreadable[f"{V1}.trainer_mode"] = (
-            f"there is no mode {mode!r}: {', '.join(MODES)} are"
-        )
+        draft.unreadable[f"{V1}.trainer_mode"] = f"{mode!r} is not one of {', '.join(MODES)}"
     sync = _sizes(draft, mode)
     joined_files(draft)
     _pools(draft, mode)
@@ -116,9 +112,8 @@ def _sizes(draft: Draft, mode: str) -> int:
         return sync
     steps = draft.given("trainer.total_training_steps")
     each = 1 if trigger else sync  # otherwise a step there has several updates
-    length(
-        draft, steps and steps * each, "trainer.total_epochs", "rollout.total_epochs", default=30
-    )
+    epochs = ("trainer.total_epochs", "rollout.total_epochs")
+    length(draft, steps and steps * each, *epochs, default=30)
     return sync
 
 
@@ -128,14 +123,13 @@ def _versions(draft: Draft) -> None:
     draft.put("async.max_version_lag", lag)
     strategy = draft.take(f"{V1}.sampler.max_off_policy_strategy", default="drop")
     draft.differs.append(
-        f"a sample beyond max_off_policy_threshold: {strategy} there, sampled again here"
+        f"max_off_policy_threshold: {strategy} beyond it there, sampled again here"
     )
 
 
 def _pools(draft: Draft, mode: str) -> None:
-    ranks = draft.whole("trainer.n_gpus_per_node", default=8) * draft.whole(
-        "trainer.nnodes", default=1
-    )
+    ranks = draft.whole("trainer.n_gpus_per_node", default=8)
+    ranks *= draft.whole("trainer.nnodes", default=1)
     draft.put("train.ranks", ranks)
     parallel = draft.count(f"{ROLLOUT}.tensor_model_parallel_size", default=2)
     draft.ours["rollout.tensor_parallel"] = parallel
@@ -172,9 +166,7 @@ def _teachers(draft: Draft) -> None:
     names = draft.below(TEACHERS)
     several = [name for name in names if name != "teacher_model"]
     if several and len(names) > len(several):
-        draft.differs.append(
-            "teacher_model: verl leaves it out beside named teachers; so does this"
-        )
+        draft.differs.append("teacher_model: it is left out beside named teachers, as verl does")
     shared = draft.take("distillation.teacher_execution") == "trainer"
     places = ("distillation", "distillation.teacher_model")
     if draft.take(*(f"{one}.enable_resource_pool" for one in places)) is False or shared:
@@ -192,8 +184,7 @@ def _teachers(draft: Draft) -> None:
 def _teacher(draft: Draft, theirs: str, name: str, alone: bool) -> None:
     """One teacher, which has the whole pool if it is ``alone``."""
     ours = f"teachers.{name}"
-    if not draft.give(f"{ours}.model", f"{theirs}.model_path"):
-        draft.fill(f"{ours}.model", "the file does not give it: write a directory or a hub id")
+    draft.give(f"{ours}.model", f"{theirs}.model_path")
     if (key := draft.take(f"{theirs}.key")) is not None:
         draft.ours[f"{ours}.sources"] = [key]
     parallel = draft.count(f"{theirs}.inference.tensor_model_parallel_size", default=2)
@@ -203,21 +194,16 @@ def _teacher(draft: Draft, theirs: str, name: str, alone: bool) -> None:
         gpus = draft.whole(*(f"{one}.n_gpus_per_node" for one in places))
         gpus *= draft.whole(*(f"{one}.nnodes" for one in places), default=1)
         replicas = gpus // parallel
-    draft.ours[f"{ours}.tensor_parallel"], draft.ours[f"{ours}.replicas"] = (
-        parallel,
-        max(replicas, 1),
-    )
+    draft.ours |= {f"{ours}.tensor_parallel": parallel, f"{ours}.replicas": max(replicas, 1)}
     draft.gives(f"{theirs}.key", f"{ours}.sources")
     draft.gives(f"{theirs}.num_replicas", f"{ours}.replicas")
     size = f"{theirs}.inference.tensor_model_parallel_size"
     draft.gives(size, f"{ours}.tensor_parallel", f"{ours}.replicas")
     for one in ENGINE:
         draft.give(f"{ours}.engine.{one}", f"{theirs}.inference.{one}")
-    if (
-        draft.give(f"{ours}.engine.extra.enforce_eager", f"{theirs}.inference.enforce_eager")
-        is False
-    ):
-        del draft.ours[f"{ours}.engine.extra.enforce_eager"]
+    eager = f"{ours}.engine.extra.enforce_eager"
+    if draft.give(eager, f"{theirs}.inference.enforce_eager") is False:
+        del draft.ours[eager]
 
 
 def _loss(draft: Draft) -> None:
@@ -304,14 +290,8 @@ def _lora(draft: Draft) -> None:
 def _images(draft: Draft) -> None:
     """Settings of the student's image processor, and whether its tower is trained."""
     key = "data.mm_processor_kwargs"
-    whole = draft.take(key)
-    given: dict[str, Any] = dict(whole) if isinstance(whole, dict) else {}
-    given |= {name: draft.take(f"{key}.{name}") for name in draft.below(key)}
-    if given:
-        draft.put("student.processor_kwargs", given)
-        draft.differs.append(
-            f"{key}: a VLM teacher has separate processor_kwargs, which are not written"
-        )
+    if section(draft, key, "student.processor_kwargs"):
+        draft.differs.append(f"{key}: separate processor_kwargs of a VLM teacher are not written")
     if draft.take(f"{ACTOR}.freeze_vision_tower", default=False) is True:
         draft.put("train.freeze", FROZEN)
 
@@ -323,6 +303,5 @@ def _evaluation(draft: Draft, sync: int) -> None:
     draft.put("eval.before", draft.take("trainer.val_before_train", default=True))
     # without the trigger a step there makes one weight version, however many updates it has
     each = sync if draft.has(TRIGGER) else 1
-    evaluation_every(
-        draft, ("trainer.test_freq", "rollout.test_freq"), ("trainer.save_freq",), each
-    )
+    evaluate = ("trainer.test_freq", "rollout.test_freq")
+    evaluation_every(draft, evaluate, ("trainer.save_freq",), each)

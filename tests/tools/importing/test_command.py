@@ -226,7 +226,7 @@ def test_placeholders_are_listed_as_problems_once_the_config_is_written(
     shown = " ".join(capsys.readouterr().err.split())
     assert "train.lr: learning_rate could not be read: its value is computed: rate()" in shown
     assert "teachers.teacher.model: teacher_model_name_or_path could not be read" in shown
-    assert "write the run's value in place of the placeholder" in shown
+    assert "write the run's value, in place of the placeholder if the config has one" in shown
     text = target.read_text()
     assert "  lr: FILL_IN\n" in text
     assert "model: TEACHER" in text
@@ -254,7 +254,39 @@ def test_a_parent_that_is_not_there_is_to_be_filled_in(tmp_path: Path) -> None:
     (tmp_path / "child.yaml").write_text("defaults: ../none.yaml\npolicy: {model_name: s}")
     draft, text = imported(tmp_path / "child.yaml")
     assert "../none.yaml" in draft.fill_in
-    assert "#   - ../none.yaml: this parent of the file is not there" in text
+    assert "#   - ../none.yaml: this file was not read, nor are its values here" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("gold.py --config mine.yaml --teacher_model_name_or_path t", ["mine.yaml"]),
+        ("python -m verl.x --config-name=mine actor_rollout_ref.model.path=s", ["mine"]),
+        ("python -m verl.x --config-name mine.yaml actor_rollout_ref.model.path=s", ["mine.yaml"]),
+        ("python -m verl.x --config-name=ppo_trainer.yaml actor_rollout_ref.model.path=s", []),
+        ("other --config a\nrun actor_rollout_ref.model.path=s --config", []),
+    ],
+)
+def test_a_file_that_a_training_command_names_is_to_be_filled_in(
+    command: str, named: list[str], tmp_path: Path
+) -> None:
+    draft, _ = imported(written(tmp_path, command, "run.sh"))
+    assert [key for key, why in draft.fill_in.items() if "this file was not read" in why] == named
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("gold.py --teacher_model_name_or_path t --learning_rate 1e-5",
+         "gold.py --teacher_model_name_or_path t --learning_rate 1e-6"),
+        ("run actor_rollout_ref.actor.optim.lr=1e-5", "run actor_rollout_ref.actor.optim.lr=1e-6"),
+    ],
+)  # fmt: skip
+def test_two_commands_that_differ_in_a_value_leave_it_to_be_filled_in(
+    one: str, other: str, tmp_path: Path
+) -> None:
+    draft, _ = imported(written(tmp_path, f"{one}\n{other}", "run.sh"))
+    assert "1e-05 or 1e-06" in draft.fill_in["train.lr"]
 
 
 def test_teachers_on_the_trainers_gpus_there_are_named(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_pixel_limits_are_the_students_processor_kwargs() -> None:
 
 def test_separate_settings_of_teachers_are_reported() -> None:
     said = drafted("verl", **{"data.mm_processor_kwargs.max_pixels": 602_112}).differs
-    assert any("separate processor_kwargs" in one for one in said)
+    assert any("processor_kwargs of a VLM teacher" in one for one in said)
 
 
 def test_images_of_a_prompt_are_bounded_by_limit_images() -> None:

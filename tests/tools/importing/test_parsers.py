@@ -31,8 +31,13 @@ def words(text: str) -> list[str]:
         ("A=(x=1)\nA+=(y=2)\nrun \"${A[@]}\"", ["run", "x=1", "y=2"]),
         ("a=2\nrun x=$((a * (3 + 4) + 1)) y=$(( $a-5 ))", ["run", "x=15", "y=-3"]),
         ("export a=1\nrun $a", ["run", "1"]),
-        ("run $HOME/data \"$@\"", ["run", "${HOME}/data", "$@"]),
+        ("run $HOME/data \"$@\" ${@:2} $*", ["run", "${HOME}/data"]),
         ("a=${a}b\nrun $a", ["run", "${a}b"]),
+        ("a='--b 1'\na+=\" --c 2\"\nrun $a x$a \"${a}\"",
+         ["run", "--b", "1", "--c", "2", "x--b 1 --c 2", "--b 1 --c 2"]),
+        ("a=\nrun x $a ${b:-}", ["run", "x"]),
+        ("export a=1 b='2 3'\nc=4 d=5\nrun $a \"$b\" $c $d", ["run", "1", "2 3", "4", "5"]),
+        ("run \"a\\\"b # c\" \\\n 'd' # e", ["run", 'a"b # c', "d"]),
     ],
 )  # fmt: skip
 def test_variables_arrays_and_sums_of_a_script_are_followed(text: str, expected: list[str]) -> None:
@@ -45,6 +50,45 @@ def test_a_condition_is_named_and_variables_that_it_sets_are_not_known_from_then
     )
     assert script.commands == [["run", "$(a is set in a condition or loop)"]]
     assert script.skipped == ["if [ $b ]; then", "for x in 1; do run y; done"]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        'if x; then\n  a "${A[@]}"\n  echo "done" fi }\n  run no\nfi',
+        "for x in 1; do\n  if y; then z; fi\n  run no\ndone",
+        "die() { echo x; exit 1; }",
+        "function die {\n  run no\n}",
+        "die()\n{\n  run no\n}",
+        "[ x ] || {\n  run no\n}",
+        "cat x | while read y; do\n  run no\ndone < z",
+    ],
+)
+def test_a_block_ends_where_its_last_word_is_a_command(block: str) -> None:
+    script = read_shell(f"{block}\nrun a.b=1", Budget())
+    assert script.commands == [["run", "a.b=1"]]
+    assert [one.removesuffix(" {") for one in script.skipped] == [
+        block.splitlines()[0].removesuffix(" {")
+    ]
+
+
+def test_commands_in_braces_are_read() -> None:
+    commands = read_shell("{\n  a=1\n  run $a\n} | tee log", Budget()).commands
+    assert ["run", "1"] in commands
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('run "$@"', "$@"),
+        ("[ x ] && A+=(b)", "[ x ] && A+=(b)"),
+        ("run a.b=1 $MORE", "${MORE}"),
+        ("run a.b=1 ${X:+c.d=2}", "${X:+c.d=2}"),
+        ("for x in 1; do a=c.d=2; done\nrun a.b=1 $a", "$(a is set in a condition or loop)"),
+    ],
+)
+def test_words_that_may_set_any_key_are_named(line: str, named: str) -> None:
+    assert read_shell(line, Budget()).skipped[-1] == named
 
 
 def test_no_command_of_a_script_runs(tmp_path: Path) -> None:
@@ -87,6 +131,11 @@ def test_a_flag_may_have_several_values_and_what_the_shell_reads_is_none() -> No
         "lora_target_modules": ["q_proj", "k_proj"],
         "use_peft": True,
     }
+
+
+def test_several_values_of_which_one_is_not_known_are_not_known() -> None:
+    found = flags(["gold.py", "--beta", "1", "$(nproc)"], Budget())
+    assert found == {"beta": Expression("1 $(nproc)")}
 
 
 def test_overrides_of_whole_sections_are_those_of_their_keys_and_removed_keys_are_named() -> None:
@@ -197,6 +246,39 @@ def test_overrides_of_whole_sections_are_those_of_their_keys_and_removed_keys_ar
             {"lmbda": 1.0, "beta": Expression("0.5 or 0.1")},
             id="attributes that are set later",
         ),
+        *(
+            pytest.param(text, {"**kw": Expression("kw")}, id=f"a changed dictionary {number}")
+            for number, text in enumerate(
+                (
+                    "kw = {}\nkw['beta'] = 1\nGKDConfig(**kw)",
+                    "kw = {'a': {}}\nkw['a']['b'] = 1\nGKDConfig(**kw)",
+                    "kw = {'beta': 1}\ndel kw['beta']\nGKDConfig(**kw)",
+                    "kw = {}\nkw.update(beta=1)\nGKDConfig(**kw)",
+                )
+            )
+        ),
+        pytest.param(
+            "c = GKDConfig(beta=0.5)\nc.beta *= 2\nc.seed, d = 1, 2\nsetattr(c, 'lmbda', 1)\n"
+            "setattr(c, name, 1)",
+            {
+                "beta": Expression("0.5 or c.beta"),
+                "seed": Expression("c.seed"),
+                "lmbda": Expression("setattr(c, 'lmbda', 1)"),
+                "**setattr(c, name, 1)": Expression("setattr(c, name, 1)"),
+            },
+            id="attributes that are changed",
+        ),
+        pytest.param(
+            "GKDTrainer('s', 't', args=GKDConfig())\nGOLDTrainer('s', 'u', args=GOLDConfig())",
+            {
+                "model_name_or_path": "s",
+                "teacher_model_name_or_path": Expression("'t' or 'u'"),
+                "config_class": Expression(
+                    "'GKDConfig' or 'GOLDConfig' or 'GKDConfig' or 'GOLDConfig'"
+                ),
+            },
+            id="two trainers",
+        ),
         pytest.param(
             "name = 'student'\nmodel = AutoModelForCausalLM.from_pretrained(name)\n"
             "args = GKDConfig(beta=0.5, seed=compute(3), lmbda=lmbda)\n"
@@ -277,6 +359,13 @@ def test_a_variable_has_the_value_that_it_had_when_its_line_was_run() -> None:
         "run a.b=$1",
         "run a.b=`nproc`",
         "run a.b=$((n * 2))",
+        *(
+            f"M=x\nrun a.b={one}"
+            for one in ("${M##*/}", "${M%/}", "${M[0]}", "${M:+x}", "${M:?x y}")
+        ),
+        "n=5\n[ x ] && n=6\nrun a.b=$n",
+        "n=5\nn=6; m=7\nrun a.b=$n",
+        "n=5\nexport n=$(f $(g $(h)))\nrun a.b=$n",
     ],
 )
 def test_a_value_that_only_running_the_script_would_give_is_an_expression(text: str) -> None:

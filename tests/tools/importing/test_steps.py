@@ -129,6 +129,63 @@ def test_a_value_that_has_no_counterpart_is_a_placeholder(
     assert key in draft.unmapped
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("trl", "lmbda"), ("trl", "use_uld_loss"), ("verl", "distillation.enabled")],
+)
+def test_a_value_that_decides_on_the_recipe_and_is_not_known_is_to_be_filled_in(
+    name: str, key: str
+) -> None:
+    draft = drafted(name, **{key: Expression("$X")})
+    assert draft.fill_in[key] == "it could not be read: its value is computed: $X"
+    assert [line for line in draft.differs if key in line] == []
+
+
+def test_a_teachers_name_with_a_dot_keeps_its_address_and_its_source() -> None:
+    urls = {"qwen2.5": "http://a:1", "math": "http://a:2"}
+    ours = drafted("trl", **{f"teacher_server_urls.{name}": url for name, url in urls.items()}).ours
+    assert ours["teachers.qwen2-5.urls"] == ["http://a:1"]
+    assert ours["teachers.qwen2-5.sources"] == ["qwen2.5"]
+
+
+def test_an_engine_of_prime_rl_is_read_by_its_tag() -> None:
+    keys = {
+        "inference.0.tag": "student",
+        "inference.0.parallel.tp": 4,
+        "inference.0.vllm.gpu_memory_utilization": 0.5,
+        "inference.1.tag": "teacher",
+        "inference.1.parallel.tp": 2,
+        "deployment.num_infer_gpus": 8,
+        "deployment.num_teacher_gpus": 4,
+        "trainer.loss.teacher_tau": 1.0,
+    }
+    draft = drafted("prime-rl", **keys)
+    ours = draft.ours
+    assert (ours["rollout.tensor_parallel"], ours["rollout.replicas"]) == (4, 2)
+    assert ours["rollout.engine.gpu_memory_utilization"] == 0.5
+    teacher = (ours["teachers.teacher.tensor_parallel"], ours["teachers.teacher.replicas"])
+    assert teacher == (2, 2)
+    assert "rollout.replicas" in draft.mapped["inference.0.parallel.tp"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "ours"),
+    [
+        ("trl", "chat_template_kwargs.a.b", "student.chat_template_kwargs"),
+        ("verl", "data.mm_processor_kwargs.size.height", "student.processor_kwargs"),
+    ],
+)
+def test_a_section_inside_of_one_that_becomes_one_value_is_to_be_filled_in(
+    name: str, key: str, ours: str
+) -> None:
+    assert key in drafted(name, **{key: 1}).fill_in[ours]
+
+
+def test_variables_of_a_chat_template_that_are_nested_too_deeply_are_not_read() -> None:
+    draft = drafted("trl", chat_template_kwargs="[" * 100_000)
+    assert "student.chat_template_kwargs" in draft.fill_in
+
+
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_file_that_names_no_teacher_has_a_placeholder_for_it(name: str) -> None:
     draft = drafted(name, **{"model_name_or_path": "s", "model.name": "s", "seed": 1})
