@@ -63,7 +63,7 @@ def foreign(model: Path) -> list[Path]:
 
 
 def linked_folders(model: Path) -> list[Path]:
-    """Links to folders, at any depth. What is read through them has not been looked at."""
+    """Links to folders, at any depth. Files that are read through them were not checked."""
     return [folder for folder in folders(model) if folder.is_symlink()]
 
 
