@@ -1,14 +1,14 @@
 # make quickstart     installs everything and distils two teachers into one student (CPU, ~6 minutes)
 # make test           installs everything and runs all tests but the long ones (under 15 minutes)
 # make test-long      runs the long tests: kills in whole runs, one after the other since heartbeats are
-#                     bounded in them; then whole runs, two at a time (under 35 minutes)
+#                     bounded in them; then whole runs, two at a time (38 minutes on 2 cores)
 # make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
 #                     damaged model, benchmarks that start runs (CI has no time for them)
 # make test-security runs the tests of what docs/security.md promises (part of make test)
 # make docs           builds the site of docs/ into site/: open site/index.html (its search needs a server:
 #                     python -m http.server -d site)
 # make check          format, lint, types, layers and the fast tests, with a fifth of each property's
-#                     examples: what to run before a commit (under 2 minutes)
+#                     examples: what to run before a commit (3.5 minutes on 2 cores)
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -9,7 +9,6 @@ Each command that reads inputs or starts engines takes this way.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from async_opd.checks.images.endpoint_probes import endpoint_probes
@@ -55,8 +54,10 @@ def prepare(
     config, inputs = found.config, found.inputs
     problems = [*inputs.problems, *(loss_problems(config, where) if load else [])]
     local = with_cached(config, [])[0]
-    with suppress(ConfigError):  # raised below, when there is no other problem
+    try:
         local = with_steps(local, inputs.train)
+    except ConfigError as error:  # too many epochs
+        problems += error.problems
     problems += [*run_dir_problems(local, where, resume), *_wandb_problems(config, where)]
     if not problems and not any(named.is_hub_id for named in named_models(local)):
         shown = endpoint_probes(local, inputs) if load else {}

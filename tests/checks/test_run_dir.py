@@ -105,3 +105,12 @@ def test_wandb_online_without_a_login_is_refused(
         return
     with pytest.raises(ConfigError, match=r"log.wandb: found online.*\n +→ wandb login"):
         prepare(made, "c.yaml", fetch=False, load=False)
+
+
+def test_too_many_epochs_and_a_run_directory_that_cannot_be_made_are_reported_together() -> None:
+    made = config()
+    train = made.train.model_copy(update={"epochs": 1e12})
+    made = made.model_copy(update={"train": train, "run_dir": "/proc/foo"})
+    with pytest.raises(ConfigError) as caught:
+        prepare(made, "c.yaml", fetch=False, load=False)
+    assert {one.key for one in caught.value.problems} >= {"train.epochs", "run_dir"}
