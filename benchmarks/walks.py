@@ -68,12 +68,12 @@ def _ours(at: TracebackType | None) -> Iterator[str]:
 def build_trainer(*given: Any) -> Any:
     """The real trainer, whose copy of the first new weights fails."""
     from async_opd.cluster.trainer_actor import build_trainer as real
-    from trainer.publisher import SnapshotBuffers
+    from trainer.offload import HostBuffers
 
     def copy(self: Any, tensor: Any) -> NoReturn:
-        raise Counted("trainer", "counted", passed=("trainer/publisher.py:SnapshotBuffers.copy",))
+        raise Counted("trainer", "counted", passed=("trainer/offload.py:HostBuffers.copy",))
 
-    SnapshotBuffers.copy = copy  # type: ignore[method-assign]
+    HostBuffers.copy = copy  # type: ignore[method-assign]
     return real(*given)
 
 

@@ -93,3 +93,47 @@ class HostMoments(torch.optim.Optimizer):
     def _move(self, parameter: torch.Tensor, device: torch.device) -> None:
         state = self.state[parameter]
         state.update({key: _copy(value, device) for key, value in state.items() if value.ndim})
+
+
+class HostBuffers:
+    """Host memory for copies of many tensors, again and again; pinned where they are on a GPU.
+
+    Tensors lie one behind the other as ``weight_sync.layout.chunk_plan`` divides them, so that no
+    byte of a chunk is copied again to be sent. Each buffer has room for a chunk, or for one larger
+    tensor. Copies of the same sizes, in the same order, are all in the same memory.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._buffers: list[torch.Tensor] = []
+        self._chunk = self._filled = 0
+
+    def clear(self) -> None:
+        """The next copy is the first again, in the memory of the one before."""
+        self._chunk = self._filled = 0
+
+    def give_up(self) -> None:
+        """The next copies are in other memory; that of these is freed when no caller reads it."""
+        self._buffers = []
+        self.clear()
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy, which a GPU may still be making when this returns.
+
+        A view of the buffer in the tensor's dtype and shape, or of its bytes where these do not
+        lie at an address that suits the dtype.
+        """
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        size = data.numel()
+        if self._filled and self._filled + size > self._chunk_bytes:
+            self._chunk, self._filled = self._chunk + 1, 0
+        known = self._buffers[self._chunk].numel() if self._chunk < len(self._buffers) else -1
+        if self._filled + size > known:
+            room = max(size, self._chunk_bytes)
+            buffer = torch.empty(room, dtype=torch.uint8, pin_memory=data.is_cuda)
+            self._buffers[self._chunk :] = [buffer, *self._buffers[self._chunk + 1 :]]
+        copied = self._buffers[self._chunk][self._filled : self._filled + size]
+        copied.copy_(data, non_blocking=True)
+        aligned = self._filled % tensor.dtype.itemsize == 0
+        self._filled += size
+        return copied.view(tensor.dtype).view(tensor.shape) if aligned else copied

@@ -2,7 +2,7 @@
 
     each layer ──► host memory, wire dtype ── an event ──► send waits ──► chunk · chunk ──► engines
 
-The copy of a layer is in host memory (``SnapshotBuffers``) before the next one is gathered: beside
+The copy of a layer is in host memory (``HostBuffers``) before the next one is gathered: beside
 the student a GPU holds one whole layer at most. A GPU's copies may still be queued when
 ``snapshot`` returns (without digests, which wait for them), and ``send`` runs on another thread and
 other streams: without the event it would read memory that does not hold the new weights yet.
@@ -19,6 +19,7 @@ import torch
 
 from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from trainer.offload import HostBuffers
 
 CHUNK_BYTES = 256 << 20
 """Of a snapshot's buffers, if the transport's are not given."""
@@ -40,50 +41,6 @@ class Transport(Protocol):
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> float:
         """Sends all tensors, in order; returns the seconds in the collective library."""
         ...
-
-
-class SnapshotBuffers:
-    """Host memory for snapshots, pinned where tensors are on a GPU, laid out in chunks to send.
-
-    Tensors lie one behind the other as ``weight_sync.layout.chunk_plan`` divides them, so that no
-    byte of a chunk is copied again. Each buffer has room for a chunk, or for one larger tensor.
-    Snapshots of the same sizes, in the same order, are all in the same memory.
-    """
-
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._buffers: list[torch.Tensor] = []
-        self._chunk = self._filled = 0
-
-    def clear(self) -> None:
-        """The next copy is the first of a snapshot, in the memory of the one before."""
-        self._chunk = self._filled = 0
-
-    def give_up(self) -> None:
-        """The next snapshot is in other memory; this one's is freed when no caller reads it."""
-        self._buffers = []
-        self.clear()
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy, which a GPU may still be making when this returns: see ``Publisher``.
-
-        A view of the buffer in the tensor's dtype and shape, or of its bytes where these do not
-        lie at an address that suits the dtype.
-        """
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        size = data.numel()
-        if self._filled and self._filled + size > self._chunk_bytes:
-            self._chunk, self._filled = self._chunk + 1, 0
-        known = self._buffers[self._chunk].numel() if self._chunk < len(self._buffers) else -1
-        if self._filled + size > known:
-            room = max(size, self._chunk_bytes)
-            buffer = torch.empty(room, dtype=torch.uint8, pin_memory=data.is_cuda)
-            self._buffers[self._chunk :] = [buffer, *self._buffers[self._chunk + 1 :]]
-        copied = self._buffers[self._chunk][self._filled : self._filled + size]
-        copied.copy_(data, non_blocking=True)
-        aligned = self._filled % tensor.dtype.itemsize == 0
-        self._filled += size
-        return copied.view(tensor.dtype).view(tensor.shape) if aligned else copied
 
 
 class Publisher:
@@ -109,7 +66,7 @@ class Publisher:
         self._source = source
         self._new_transport = transport
         self._transports: dict[int, Transport] = {}
-        self._buffers = SnapshotBuffers(chunk_bytes)
+        self._buffers = HostBuffers(chunk_bytes)
         self._in_use = threading.Lock()  # while the buffers are written, or sent
         self._snapshot: list[tuple[str, torch.Tensor]] = []
         self._meta = WeightMeta((), (), (), ())

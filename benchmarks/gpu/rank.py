@@ -2,29 +2,45 @@
 
 ``trainer.rank.Rank`` with students of Qwen3's shapes and random weights, forward KL over the top
 64, one packed row of sequences a step; weights float32, computed in bfloat16. Varied: shape, tokens
-of the row, recomputed activations, kind of attention. Random weights change no product's time.
+of the row, recomputed activations, kind of attention, compiled layers, adapters (LoRA). Random
+weights change no product's time.
 
     tokens_per_s   tokens of the row over the time of forward and backward pass
     utilization    model FLOPs (trainer/utilization.py) in that time: a share of ``matmul_tflops``
     matmul_tflops  a product of two 8192 x 8192 bfloat16 matrices, measured in the same call
-    peak_gib       most memory of torch's tensors: weights, moments and gradients included
+    peak_gib       most memory of torch's tensors in a step of two such rows: weights, moments and
+                   gradients included
+    planned_gib    what ``async_opd.memory.step`` plans for it
+    syncs          operations of one pass in which the host waits for the device, as torch warns
     first_ms       the first pass, in which kernels are compiled
+    apart          norm of the gradient's change by compiling, over its norm; ``eager_apart``: that
+                   of a second eager pass; both of small students only
     check_s        the check of packed logits on the device (``trainer.student.check``), which
                    raises where they differ from the model's own
+
+``parts`` is one pass under torch's profiler: milliseconds of kernels by what they compute, the
+share of the time in which the device runs one, and the places of ``syncs``.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from async_opd.config.device_defaults import Recomputation
 from async_opd.core.errors import StageError
+from async_opd.memory.step import Step, peak
+from async_opd.models.model_size import ModelSize
 from benchmarks.gpu.measuring import (
     GIB,
     Figures,
@@ -41,8 +57,9 @@ from benchmarks.gpu.measuring import (
 from benchmarks.gpu.students import SHAPES, TrainSettings, rank_of, samples, student
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
-from trainer.layers import recompute_activations
+from trainer.layers import compile_layers, recompute_activations
 from trainer.rank import Rank
+from trainer.student.adapters import add_adapters
 from trainer.student.attention_choice import Attention, platform_of
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import in_bfloat16, set_attention
@@ -58,9 +75,11 @@ class Cell:
 
     shape: str
     tokens: int
-    recompute: bool
+    recompute: Recomputation
     sequence: int
     attention: Attention = "auto"
+    compile: bool = False
+    lora: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -104,17 +123,123 @@ def add_grouped_queries_to_varlen() -> None:
     varlen.varlen_attn = varlen_attn
 
 
+LORA: Any = SimpleNamespace(
+    rank=32,
+    alpha=64,
+    use_rslora=False,
+    sync="merged",
+    targets="all-linear",
+    adapted=lambda all_, _: all_,
+)
+"""The defaults of ``train.lora``, without pydantic."""
+
+
 def built(cell: Cell, device: torch.device) -> Rank:
     """A rank with a new student."""
-    model = student(cell.shape, device)
+    model, settings = student(cell.shape, device), TrainSettings()
     attend(model, cell.attention, device)
-    if cell.recompute:
-        recompute_activations(model)
-    return rank_of(model, device)
+    if cell.lora:
+        settings = replace(settings, lora=LORA)
+        add_adapters(model, LORA)
+        model.to(device)
+    if cell.recompute != "none":
+        recompute_activations(model, cell.recompute)
+    if cell.compile and "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        raise Skip("this torch's compile has no recompile_limit")
+    layers = compile_layers(model) if cell.compile else None
+    rank = rank_of(model, device, train=settings)
+    rank.layers = layers
+    return rank
 
 
-def step(cell: Cell, device: torch.device, peak: float) -> Figures:
-    """Figures of one cell; ``peak``: TFLOP/s."""
+def planned(cell: Cell, rank: Rank) -> float:
+    """GiB of the step's peak, as the memory planner has it for the student's config."""
+    config = rank.model.config
+    named = [
+        (n, tuple(p.shape), "F32")
+        for n, p in student(cell.shape, torch.device("meta")).named_parameters()
+    ]
+    trained = sum(p.numel() for p in rank.model.parameters() if p.requires_grad)
+    answered = sum(length - max(length // 8, 1) for length in cell.lengths)
+    plan = Step(
+        ModelSize.of(config.to_dict(), named),
+        "cuda" if rank.device.type == "cuda" else "cpu",
+        tokens=sum(cell.lengths),
+        responses=answered,
+        half=rank.half,
+        recompute=cell.recompute,
+        mask=config._attn_implementation in ("sdpa", "eager"),
+        trained=trained if cell.lora else None,
+    )
+    return sum(peak(plan).values()) / GIB
+
+
+def waits(work: Callable[[], object]) -> Counter[str]:
+    """Places in our code, or else the last one, at which the host waits for the device."""
+    found: Counter[str] = Counter()
+
+    def noted(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            frames = [
+                one for one in traceback.extract_stack() if "/benchmarks/" not in one.filename
+            ]
+            own = [one for one in frames if "/trainer/" in one.filename] or frames
+            found[f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = noted
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return found
+
+
+KERNELS = {
+    "attention": ("flash", "fmha", "flex", "varlen"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
+    "copies": ("memcpy", "memset"),
+}
+"""Words in the names of kernels, by what they compute; all others are elementwise, or sums."""
+
+
+def parts(cell: Cell, device: torch.device) -> Figures:
+    """One pass, after one that compiled and allocated."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if device.type != "cuda":
+        raise Skip("torch's profiler and its synchronizations are of a GPU")
+    rank = built(cell, device)
+    batch = samples(rank.vocabularies.student, cell.lengths)
+    micro_batch = MicroBatch(tuple(batch), (TokenWeight(1 / cell.tokens),) * len(batch))
+    rank.backward([micro_batch])
+    rank.apply(1e-5)
+    places = waits(lambda: rank.backward([micro_batch]))
+    rank.apply(1e-5)
+    ms = milliseconds(device, lambda: rank.backward([micro_batch]), repeats=1, warm_up=0)
+    rank.apply(1e-5)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        rank.backward([micro_batch])
+        finish(device)
+    spent: Counter[str] = Counter()
+    longest: Counter[str] = Counter()
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.lower()
+            kinds = (kind for kind, words in KERNELS.items() if any(w in name for w in words))
+            spent[next(kinds, "others")] += event.time_range.elapsed_us() / 1e3
+            longest[event.name[:60]] += event.time_range.elapsed_us() / 1e3
+    found: Figures = {f"{kind}_ms": spent[kind] for kind in (*KERNELS, "others")}
+    found |= {"ms": ms, "busy": sum(spent.values()) / ms, "syncs": sum(places.values())}
+    found["waits"] = ", ".join(f"{place} x{count}" for place, count in places.most_common(12))
+    found["longest"] = ", ".join(f"{name} {each:.2f}" for name, each in longest.most_common(8))
+    return rounded(found)
+
+
+def step(cell: Cell, device: torch.device, matmul: float) -> Figures:
+    """Figures of one cell; ``matmul``: TFLOP/s."""
     rank = built(cell, device)
     batch = samples(rank.vocabularies.student, cell.lengths)
     micro_batch = MicroBatch(tuple(batch), (TokenWeight(1 / cell.tokens),) * len(batch))
@@ -133,6 +258,8 @@ def step(cell: Cell, device: torch.device, peak: float) -> Figures:
     ms = milliseconds(device, backward, repeats=3, warm_up=1)
     rank.backward([micro_batch])
     apply_ms = milliseconds(device, rank.optimizer.step, repeats=3, warm_up=1)
+    rank.apply(None)
+    rank.backward([micro_batch, micro_batch])
     used = rank.apply(None)
     answered = [len(sample.rollout.response_ids) for sample in batch]
     tflops = rank.size.training_flops(cell.lengths, answered) / ms / 1e9
@@ -141,13 +268,40 @@ def step(cell: Cell, device: torch.device, peak: float) -> Figures:
             "attends": rank.model.config._attn_implementation,
             "tokens_per_s": sum(cell.lengths) / ms * 1e3,
             "tflops": tflops,
-            "utilization": tflops / peak,
+            "utilization": tflops / matmul,
             "backward_ms": ms,
             "apply_ms": apply_ms,
             "first_ms": first_ms,
             "peak_gib": None if used is None else used.peak / GIB,
+            "planned_gib": planned(cell, rank),
+            **(against_eager(rank, micro_batch) if rank.layers else {}),
         }
     )
+
+
+def against_eager(rank: Rank, micro_batch: MicroBatch) -> Figures:
+    """How far compiled layers change the gradient, beside what a second eager pass changes."""
+    assert rank.layers is not None
+    if sum(parameter.numel() for parameter in rank.model.parameters()) > SMALL:
+        return {"compiled": rank.layers.is_compiled}
+
+    def gradient() -> torch.Tensor:
+        rank.backward([micro_batch])
+        found = [p.grad.flatten() for p in rank.model.parameters() if p.grad is not None]
+        parts = torch.cat(found)
+        rank.apply(None)
+        return parts
+
+    compiled = gradient()
+    was = rank.layers.is_compiled
+    with rank.layers.paused():
+        eager, again = gradient(), gradient()
+    norm = eager.norm()
+    return {
+        "compiled": was,
+        "apart": float((compiled - eager).norm() / norm),
+        "eager_apart": float((again - eager).norm() / norm),
+    }
 
 
 class Checked:
@@ -172,17 +326,35 @@ class Checked:
         return rounded({"check_s": time.perf_counter() - started})
 
 
+SMALL = 1_000_000_000
+"""Weights of a student of whose gradient three copies fit the device."""
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("full", "selective", "none")
+
+
 def cells(device: torch.device, shapes: list[str], tokens: tuple[int, ...]) -> Iterator[Cell]:
-    """The trainer's own attention at every size, then each other kind at two sizes."""
+    """Recomputation by shape at the middle size, also compiled; then what else may differ."""
     sequence = SIZES[device.type][1]
-    for shape in shapes:
-        for recompute in (True, False):
-            for count in tokens:
-                yield Cell(shape, count, recompute, sequence)
-    yield Cell(shapes[0], tokens[-1], True, tokens[-1])  # one long sequence
-    for attention in ATTENTION:
-        for count in tokens[:2]:
-            yield Cell(shapes[0], count, False, sequence, attention)
+    small, large = shapes[0], shapes[-1]
+    middle = tokens[len(tokens) // 2]
+    compiles = device.type == "cuda"  # a CPU's compiler takes a minute for each
+    for recompute in RECOMPUTATIONS:
+        yield Cell(small, middle, recompute, sequence)
+    if compiles:
+        yield Cell(small, middle, "none", sequence, compile=True)
+    yield Cell(large, middle, "full", sequence)
+    if compiles:
+        yield Cell(large, middle, "full", sequence, compile=True)
+        yield Cell(large, middle, "selective", sequence, compile=True)
+    yield Cell(large, middle, "selective", sequence)
+    yield Cell(large, middle, "full", sequence, lora=True)
+    for attention in ("flex", "flash", "sdpa"):
+        yield Cell(small, middle, "none", sequence, attention)
+    yield Cell(small, tokens[-1], "full", tokens[-1])  # one long sequence
+    for count in (tokens[0], tokens[-1]):
+        yield Cell(small, count, "none", sequence)
+    if compiles:
+        for recompute in ("full", "selective"):
+            yield Cell(small, middle, recompute, sequence, compile=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -196,24 +368,23 @@ def main(arguments: list[str] | None = None) -> None:
     shapes = (options.shapes or default).split(",")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     report = Report("rank", device, options.seconds)
-    peak = matmul_tflops(device, dtype)
-    report.cell(lambda: rounded({"matmul_tflops": peak}), what="peak", dtype=str(dtype))
+    matmul = matmul_tflops(device, dtype)
+    report.cell(lambda: rounded({"matmul_tflops": matmul}), what="peak", dtype=str(dtype))
     check = Checked(shapes[0], device)
     for attention in ATTENTION:
         report.cell(
             partial(check.measure, attention), what="check", shape=shapes[0], attention=attention
         )
     del check
-    for one in cells(device, shapes, options.tokens or SIZES[device.type][0]):
-        report.cell(
-            partial(step, one, device, peak),
-            what="step",
-            shape=one.shape,
-            tokens=one.tokens,
-            sequence=one.sequence,
-            recompute=one.recompute,
-            attention=one.attention,
-        )
+    tokens = options.tokens or SIZES[device.type][0]
+    middle, sequence = tokens[len(tokens) // 2], SIZES[device.type][1]
+    for shape in shapes:
+        one = Cell(shape, middle, "full", sequence)
+        report.cell(partial(parts, one, device), what="parts", **vars(one))
+    for one in cells(device, shapes, tokens):
+        report.cell(partial(step, one, device, matmul), what="step", **vars(one))
+        if one.compile and one.recompute == "none":
+            report.cell(partial(parts, one, device), what="parts", **vars(one))
     report.end()
 
 

@@ -83,7 +83,7 @@ class TrainSettings:
     threads: int | str = "auto"
     peak_tflops: float | None = None
     freeze: list[str] = field(default_factory=list)
-    lora: None = None
+    lora: Any = None
     routing: str = "own"
     compile: bool = False
     replicate: int = 1
@@ -101,9 +101,11 @@ def student(shape: str, device: torch.device) -> Any:
         return Qwen3ForCausalLM(config).eval()
 
 
-def rank_of(model: Any, device: torch.device, mesh: Any = None) -> Rank:
-    """A rank that trains the model with the default settings."""
-    settings: Any = TrainSettings()
+def rank_of(
+    model: Any, device: torch.device, mesh: Any = None, train: TrainSettings | None = None
+) -> Rank:
+    """A rank that trains the model, with the default settings if none are given."""
+    settings: Any = train or TrainSettings()
     wire = torch.bfloat16 if device.type == "cuda" else torch.float32
     return Rank(model, OBJECTIVE, settings, device, mesh=mesh, wire_dtype=wire)
 

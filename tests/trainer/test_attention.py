@@ -23,7 +23,15 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import Packed, pack
 from trainer.layers import recompute_activations
 from trainer.losses import ForwardKL, Objective, OnTopK
-from trainer.student.attention import FLASH, SEQUENCES, VARLEN, attend, register, register_kernel
+from trainer.student.attention import (
+    FLASH,
+    SEQUENCES,
+    VARLEN,
+    attend,
+    register,
+    register_flex,
+    register_kernel,
+)
 from trainer.student.loading import RECOMPILE_LIMIT, refuse_eager_flex
 from trainer.student.loss_module import StudentLoss
 from trainer.work_thread import WorkThread
@@ -118,6 +126,16 @@ def test_no_mask_of_a_row_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sdpa_mask", "eager_mask", "flex_attention_mask"):
         monkeypatch.setattr(f"transformers.masking_utils.{name}", refused)
     loss_of(families.mistral(window=3).eval(), VARLEN, packed())
+
+
+def test_no_packed_sequences_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' search waits for the device, in each micro-batch."""
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("the device is waited for")
+
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", refused)
+    loss_of(tiny_model().eval(), VARLEN, packed())
 
 
 @examples(25)
@@ -225,6 +243,29 @@ def test_flex_attention_has_the_logits_of_eager_attention(
             out = model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)
         logits.append(out.logits)
     assert torch.allclose(*logits, atol=1e-4)
+
+
+def test_flex_attention_has_one_kernel_for_rows_of_any_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's other one, for less than 128 tokens, fails where queries share keys."""
+    from transformers import AttentionInterface
+    from transformers.integrations import flex_attention as theirs
+
+    seen: list[Any] = []
+
+    def called(query: Any, *_: Any, kernel_options: Any = None, **__: Any) -> Any:
+        seen.append(kernel_options)
+        return query
+
+    monkeypatch.setattr(theirs, "compile_friendly_flex_attention", called)
+    registered: dict[str, Any] = {}
+    monkeypatch.setattr(AttentionInterface, "register", registered.__setitem__)
+    register_flex()
+    forward = registered["flex_attention"]
+    query = torch.zeros(1, 2, 5, 16)
+    forward(torch.nn.Module(), query, query, query, None)
+    assert seen == [{"FORCE_USE_FLEX_ATTENTION": True}]
 
 
 def keep_limits(monkeypatch: pytest.MonkeyPatch) -> None:

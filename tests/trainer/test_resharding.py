@@ -17,7 +17,7 @@ from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
 from trainer.follower import Follower
 from trainer.learner import Learner
-from trainer.offload import HostMoments
+from trainer.offload import HostBuffers, HostMoments
 from trainer.optimizer import LowBitAdamW
 from trainer.rank import Rank
 from trainer.rank_group import RankGroup, RankSpec
@@ -179,6 +179,22 @@ def test_two_ranks_save_the_model_in_the_precision_of_its_source(folder: Path) -
 def stored(folder: Path, model: Any, optimizer: Any, rank: int = 0) -> Shards:
     write_shard(folder, rank, Stamp(1, 1, 1, ""), copy_parts(model, optimizer, rank))
     return Shards(folder)
+
+
+def test_copies_in_the_same_room_are_in_the_same_memory() -> None:
+    model = torch.nn.Linear(3, 2)
+    room = HostBuffers(16)
+    copies = [copy_parts(model, adamw(model), room=room) for _ in range(2)]
+    one, other = (parts["model/weight"].tensor.data_ptr() for parts in copies)
+    assert one == other
+
+
+def test_a_part_keeps_its_dtype_behind_an_odd_number_of_bytes() -> None:
+    model = torch.nn.Module()
+    model.register_buffer("a", torch.ones(3, dtype=torch.uint8))
+    model.register_buffer("b", torch.full((2,), 7.0))
+    parts = copy_parts(model, adamw(torch.nn.Linear(1, 1)))
+    assert torch.equal(parts["model/b"].tensor, torch.full((2,), 7.0))
 
 
 def adamw(model: Any) -> torch.optim.AdamW:

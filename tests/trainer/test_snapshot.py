@@ -16,7 +16,8 @@ from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 from rollouter.transports.chunks import packed
 from tests.trainer.models import tiny_model
 from tests.trainer.test_named_weights import mixture
-from trainer.publisher import Publisher, SnapshotBuffers
+from trainer.offload import HostBuffers
+from trainer.publisher import Publisher
 from trainer.student import named_weights as naming
 from trainer.student.named_weights import named_weights
 
@@ -35,7 +36,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> bytes:
 def test_chunks_are_sent_as_they_lie_in_the_buffers(sizes: Any, chunk_bytes: int) -> None:
     """Of every dtype, although a float32 tensor may lie behind an odd number of bytes."""
     tensors = [torch.arange(1, 1 + size).to(dtype) for size, dtype in sizes]
-    buffers = SnapshotBuffers(chunk_bytes)
+    buffers = HostBuffers(chunk_bytes)
     copies = [("", buffers.copy(tensor)) for tensor in tensors]
     plan = chunk_plan([tensor.nbytes for tensor in tensors], chunk_bytes)
     for chunk in plan:

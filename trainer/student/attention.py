@@ -77,16 +77,28 @@ def register() -> None:
 
 
 def register_kernel(name: str, kernel: Kernel) -> None:
-    """Makes a kernel an attention implementation of transformers, without a mask."""
+    """Makes a kernel an attention implementation of transformers.
+
+    No function of a mask is registered with it: transformers then makes none, and does not look
+    for packed sequences, for which it would wait for the device in each micro-batch.
+    """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(name, partial(attend, kernel))
-    AttentionMaskInterface.register(name, no_mask)
 
 
-def no_mask(*_: Any, **__: Any) -> None:
-    """In place of a mask: the kernel knows sequences and windows."""
+def register_flex() -> None:
+    """Makes transformers' flex attention use one kernel for rows of any length.
+
+    torch has another one for rows of less than 128 tokens, which it cannot compile for some of
+    them where queries share keys.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    one_kernel = {"FORCE_USE_FLEX_ATTENTION": True}
+    forward = partial(flex_attention_forward, kernel_options=one_kernel)
+    AttentionInterface.register("flex_attention", forward)
 
 
 def row_lengths(implementation: str | None, row: Row) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from async_opd.models.unasked import without_hub
 from trainer.layers import set_recomputation
 from trainer.notes import note
 from trainer.student.adapters import add_adapters
-from trainer.student.attention import FLASH, SEQUENCES, VARLEN, register
+from trainer.student.attention import FLASH, SEQUENCES, VARLEN, register, register_flex
 from trainer.student.attention_choice import (
     Attention,
     Platform,
@@ -318,6 +318,7 @@ def set_attention(model: Any, wanted: Attention, platform: Platform, across: boo
     set_attention_of(model, names[kind])
     note(f"attention of packed rows: {kind}")
     if kind == "flex":
+        register_flex()
         refuse_eager_flex()
 
 

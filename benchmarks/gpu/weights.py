@@ -1,0 +1,154 @@
+"""A weight sync from a trainer's rank to another process on the same GPU, without vLLM.
+
+    Rank.weights ──Publisher──► pinned snapshot ──transport──► chunks ──copied──► tensors on the GPU
+
+The receiver copies each tensor to another on the device, where an engine would load it, and sends
+back digests of these. Each way syncs ``SYNCS`` times, with a step between; the figures are the last
+one's, but for ``first_ms``.
+
+    backend       ``gloo`` over loopback, or ``shared_memory``
+    snapshot_ms   until the copies are queued and their digests are there
+    sync_ms       from the call of ``send`` until the receiver has all on its device
+    gb_per_s      bytes over ``sync_ms``
+    wrong         tensors whose digests at the receiver are not the trainer's, over all syncs
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from async_opd.weight_sync.digests import Digests
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
+from benchmarks.gpu.measuring import Figures, Report, device_of, finish, parser, rounded
+from benchmarks.gpu.students import rank_of, samples, student
+from trainer.batches.micro_batches import MicroBatch
+from trainer.batches.token_weights import TokenWeight
+from trainer.publisher import Publisher
+from trainer.rank import Rank
+
+BACKENDS = ("gloo", "shared_memory")
+SIZES = {"cuda": ("qwen3-0.6b", 512, 256 << 20), "cpu": ("tiny", 64, 1 << 14)}
+"""Shape, tokens of a step's row, and bytes of a chunk."""
+SYNCS = 3
+HOST, TIMEOUT_S = "127.0.0.1", 60.0
+
+
+def receive(backend: str, at: Rendezvous, kind: str, orders: Any) -> None:
+    """The receiver's process: joins, then receives once for each snapshot's metadata."""
+    module = importlib.import_module(f"rollouter.transports.{backend}")
+    device = torch.device(kind)
+    receiver = module.receiver(at, 1)
+    loaded: dict[str, torch.Tensor] = {}
+    while (meta := orders.recv()) is not None:
+        for chunk in chunk_plan(meta.sizes, at.chunk_bytes):
+            data = receiver.receive(sum(meta.sizes[index] for index in chunk), TIMEOUT_S)
+            parts = data.split([meta.sizes[index] for index in chunk])
+            for index, part in zip(chunk, parts, strict=True):
+                dtype, shape = getattr(torch, meta.dtype_names[index]), meta.shapes[index]
+                name, given = meta.names[index], part.view(dtype).view(shape)
+                room = loaded.setdefault(name, torch.empty(shape, dtype=dtype, device=device))
+                room.copy_(given)
+        finish(device)
+        orders.send("loaded")
+        found = Digests(torch)
+        for name, tensor in loaded.items():
+            found.add(name, tensor)
+        orders.send(found.values())
+    receiver.close()
+
+
+class Engine:
+    """The receiver's process, as the trainer has it."""
+
+    def __init__(self, backend: str, at: Rendezvous, device: torch.device) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders, theirs = context.Pipe()
+        given = (backend, at, device.type, theirs)
+        self._process = context.Process(target=receive, args=given, daemon=True)
+        self._process.start()
+
+    def begin(self, meta: WeightMeta | None) -> None:
+        """Receives what comes next; ends for None."""
+        self._orders.send(meta)
+
+    def answer(self) -> Any:
+        """The next message of the receiver. TimeoutError without one."""
+        if not self._orders.poll(TIMEOUT_S):
+            raise TimeoutError(f"the receiver sent nothing for {TIMEOUT_S:g} s")
+        return self._orders.recv()
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.join(TIMEOUT_S)
+        self._process.kill()
+
+
+def step(rank: Rank, tokens: int) -> None:
+    """Changes the weights."""
+    batch = samples(rank.vocabularies.student, [tokens])
+    rank.backward([MicroBatch(tuple(batch), (TokenWeight(1 / tokens),))])
+    rank.apply(1e-4)
+
+
+def synced(backend: str, device: torch.device) -> Figures:
+    """All syncs over one transport."""
+    shape, tokens, chunk_bytes = SIZES[device.type]
+    rank = rank_of(student(shape, device), device)
+    module = importlib.import_module(f"rollouter.transports.{backend}")
+    sender = partial(module.sender, HOST, TIMEOUT_S, chunk_bytes)
+    publisher = Publisher(rank.weights, sender, digests=True, chunk_bytes=chunk_bytes)
+    engine = Engine(backend, publisher.open(0, 2), device)
+    wrong, times = 0, []
+    with ThreadPoolExecutor(1) as pool:
+        publisher.connect(0)
+        for _ in range(SYNCS):
+            step(rank, tokens)
+            finish(device)
+            started = time.perf_counter()
+            meta = publisher.snapshot()
+            taken = time.perf_counter() - started
+            engine.begin(meta)
+            started = time.perf_counter()
+            sending = pool.submit(publisher.send, 0)
+            engine.answer()
+            times.append((taken, time.perf_counter() - started))
+            sending.result(TIMEOUT_S)
+            found = engine.answer()
+            sent = zip(meta.names, meta.digests, strict=True)
+            wrong += sum(found[name] != digest for name, digest in sent)
+        engine.begin(None)
+    engine.end()
+    (_, first), *_, (taken, last) = times
+    return rounded(
+        {
+            "tensors": len(meta.names),
+            "gib": meta.nbytes / (1 << 30),
+            "snapshot_ms": 1e3 * taken,
+            "first_ms": 1e3 * first,
+            "sync_ms": 1e3 * last,
+            "gb_per_s": meta.nbytes / last / 1e9,
+            "wrong": wrong,
+        }
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module."""
+    options = parser(__doc__).parse_args(arguments)
+    device = device_of(options)
+    report = Report("weights", device, options.seconds)
+    for backend in BACKENDS:
+        work = partial(synced, backend, device)
+        report.cell(work, what="sync", backend=backend, shape=SIZES[device.type][0])
+    report.end()
+
+
+if __name__ == "__main__":
+    main()
