@@ -85,6 +85,7 @@ CASES = {
     "staleness": Case(
         f"{QUICK} --out {{}} --loss forward_kl --staleness 0.5 --sync-steps 1", "runs"
     ),
+    "start": Case("--repeats 1", "runs"),
     "trainer": Case("--batch 4 --median 16 --pairs 1"),
     "walks": Case("--out {}", "runs"),
     "weight_sync": Case("--repeats 1 --layers 1", "runs"),
