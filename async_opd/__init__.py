@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Callback", "Summary", "__version__", "distil"]
 
 
