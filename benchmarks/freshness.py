@@ -10,11 +10,11 @@ that the engine starts with. Twelve faults, with engines in float32 and in bfloa
 them the replica joins again without the fault. Then syncs without a fault, whose weights change as
 in training, each one compared: any replica found wrong is a false alarm. Then the smallest change
 that the rows' log-probabilities show, when an update that makes it is ignored: a step of AdamW that
-moves every weight by so much; and whether one of SMALL_STEP is found, by digests. At last a run of
-the quickstart: ``cost_share`` are the seconds of digests, references and comparisons over those of
-the run.
+moves every weight by so much; and whether one of SMALL_STEP is found, by digests. At last, of a
+finished run of the quickstart: ``cost_share`` are the seconds of digests, references and
+comparisons over those of its training.
 
-``python -m benchmarks.freshness`` prints one JSON object last.
+``python -m benchmarks.freshness RUN_DIR`` prints one JSON object last.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -43,7 +41,6 @@ from benchmarks.freshness_world import STEP, World, make_student, world
 SMALL_STEP = 1e-6
 """A learning rate of fine-tuning: what a step of AdamW moves a weight by."""
 DTYPES = ("float32", "bfloat16")
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 
 
 async def false_alarms(w: World, syncs: int) -> int:
@@ -99,19 +96,11 @@ async def digest_seconds(w: World, times: int = 20) -> float:
     return (both + time.perf_counter() - started) / times
 
 
-def cost_share(steps: int, digests_s: float) -> float:
-    """Seconds of digests and comparisons in a run of the quickstart, over those of its training."""
-    with tempfile.TemporaryDirectory() as directory:
-        run = Path(directory) / "run"
-        command = [sys.executable, "-m", "async_opd", "run", str(QUICKSTART)]
-        command += [f"run_dir={run}", f"train.steps={steps}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1200)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return share_of(lines, digests_s)
+def cost_share(lines: list[dict[str, Any]], digests_s: float) -> float:
+    """Seconds of digests and comparisons over those from the first step to the last.
 
-
-def share_of(lines: list[dict[str, Any]], digests_s: float) -> float:
-    """The share in the lines of a ``metrics.jsonl``, from the first step to the last."""
+    ``lines``: of a run's ``metrics.jsonl``.
+    """
     pushes = sum("sync/seconds" in line for line in lines)
     costs = ("sync/reference_s", "sync/freshness_s")
     spent = pushes * digests_s + sum(line.get(key, 0.0) for line in lines for key in costs)
@@ -145,23 +134,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--syncs", type=int, default=500, help="without a fault, for each dtype")
-    parser.add_argument("--steps", type=int, default=100, help="of the quickstart")
-    sizes = parser.parse_args()
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="of a run of the quickstart")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of engines")
+    given = parser.parse_args()
+    lines = [json.loads(line) for line in (given.run / "metrics.jsonl").read_text().splitlines()]
     os.environ.update(engine_env("cpu"))
     with tempfile.TemporaryDirectory() as directory:
         path = make_student(Path(directory))
-        by_dtype = {d: asyncio.run(measured(path, d, sizes.syncs)) for d in DTYPES}
-    digests_s = by_dtype["float32"]["digests_s"]
+        by_dtype = {d: asyncio.run(measured(path, d, given.syncs)) for d in given.dtypes}
+    digests_s = by_dtype[given.dtypes[0]]["digests_s"]
     print(
         json.dumps(
             {
                 "faults": len(FAULTS),
                 "caught": {dtype: found["caught"] for dtype, found in by_dtype.items()},
-                "syncs": sizes.syncs * len(DTYPES),
+                "syncs": given.syncs * len(given.dtypes),
                 "false_alarms": sum(found["false_alarms"] for found in by_dtype.values()),
                 "caught_at_1e-6": {d: found["caught_below"] for d, found in by_dtype.items()},
                 "smallest_visible": {d: found["smallest_visible"] for d, found in by_dtype.items()},
-                "cost_share": round(cost_share(sizes.steps, digests_s), 5),
+                "cost_share": round(cost_share(lines, digests_s), 5),
             }
         )
     )

@@ -48,6 +48,7 @@ def missing(lines: list[str], said: str) -> str | None:
     return None
 
 
+@pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.slow
 def test_every_command_of_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:

@@ -53,12 +53,15 @@ class Case:
     log: str = ""
 
 
+ONE_TEACHER = (
+    "'teachers={sort: {model: ../quickstart/models/teacher-sort, sources: [sort, reverse]}}'"
+)
 QUICK = "train.steps=2 train.batch_size=8 train.warmup_steps=0 eval.max_prompts=4 eval.before=false"
 CASES = {
     "balancer": Case("--repeats 1 --replicas 2 --requests 40 --decisions 10000", "ray"),
     "chaos": Case("--minutes 0.3 --every 10 --out {}", "runs"),
     "checkpoint": Case("--layers 1 --rounds 1"),
-    "freshness": Case("--syncs 1 --steps 9", "engines"),
+    "freshness": Case("{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16", "engines"),
     "gpu.all": Case("--device cpu --out {}"),
     **{f"gpu.{name}": Case(log=f"{{gpu.all}}/{name}.log") for name in SHARES},
     "gpu.tables": Case("{gpu.all}/gpu.json {}/gpu.md", copied="docs/gpu.md"),
@@ -73,7 +76,9 @@ CASES = {
     ),
     "microscope": Case("--batch 4 --median 16 --blocks 1"),
     "mutants": Case("--only accounting --share 0.1"),
-    "objectives": Case(f"{QUICK} --out {{}} --only forward_kl_topk", "engines"),
+    "objectives": Case(
+        f"{QUICK} {ONE_TEACHER} async.sync_steps=1 --out {{}} --only forward_kl_topk", "engines"
+    ),
     "observability": Case("--blocks 1 --students 1 --batch 64", "ray"),
     "pipeline": Case("--only s1_4 --samples 1536", "engines"),
     "plan": Case("--measured {pipeline}/printed", "engines"),

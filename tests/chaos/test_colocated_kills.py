@@ -21,7 +21,6 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         f"train.steps={STEPS}",
         "eval.every=0",
         "eval.teachers=false",
-        "supervision.timeout_s=20",
         "checkpoint.every=1",
         "log.wandb=off",
     )

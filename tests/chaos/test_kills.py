@@ -19,7 +19,7 @@ from tests.examples.test_vision_run import EXAMPLE, drawn
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-STEPS, BATCH = 24, 64
+STEPS, BATCH = 16, 64
 TEACHER = (
     "teachers={sees: {model: vision/models/teacher-vision, sources: [count, larger, digit, sort], "
     "replicas: 2, health: {timeout_s: 5, probes: 1}}}"

@@ -272,27 +272,6 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_a_row_of_each_of_its_steps(
 
 
 @pytest.fixture(scope="module")
-def engine_killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    running = Running(
-        tmp_path_factory.mktemp("runs") / "killed",
-        "train.steps=500",
-        "supervision.max_restarts=0",
-        ONE_TEACHER,
-    )
-    running.until("step 0, version 0: eval_teacher")
-    running.processes("student/0")["engine"].kill()
-    return running.end()
-
-
-@pytest.mark.long
-def test_a_run_whose_engine_dies_once_too_often_names_the_stage_and_leaves_no_process_behind(
-    engine_killed: Run,
-) -> None:
-    assert engine_killed.ended(1, "failed"), engine_killed.output
-    assert "student/0" in engine_killed.summary["error"]
-
-
-@pytest.fixture(scope="module")
 def engine_missing(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "missing",
@@ -313,18 +292,24 @@ def test_an_engine_that_does_not_start_ends_the_run_with_1_and_is_named_with_its
 
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """At least three steps; then both engines are killed, which are not to be restarted."""
     running = Running(
         tmp_path_factory.mktemp("runs") / "on_policy",
         ONE_TEACHER.replace("quickstart/", "../quickstart/"),
         "rollout.replicas=2",
         "sync.rolling=true",
         "async={staleness_threshold: 0, sync_steps: 1, on_sync: finish}",
-        "train.steps=3",
+        "train.steps=500",
+        "supervision.max_restarts=0",
         "eval.every=0",
+        "checkpoint.every=1",
         "log.wandb=off",
         example=EXAMPLE.parent / "objectives" / "k1_policy_gradient.yaml",
     )
-    running.until("everything is up")
+    running.until("checkpoint of step 3")
+    engines = [running.processes(f"student/{replica}")["engine"] for replica in (0, 1)]
+    for engine in engines:
+        engine.kill()
     return running.end()
 
 
@@ -332,8 +317,8 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_an_on_policy_run_has_no_staleness_and_rollouts_have_the_trainers_own_logprobs(
     on_policy: Run,
 ) -> None:
-    assert on_policy.code == 0, on_policy.output
-    assert on_policy.values("staleness/max") == [0] * 3
+    assert len(on_policy.values("staleness/max")) >= 3, on_policy.output
+    assert set(on_policy.values("staleness/max")) == {0}
     assert max(on_policy.values("loss/rollout_gap")) < 1e-4
 
 
@@ -341,3 +326,11 @@ def test_an_on_policy_run_has_no_staleness_and_rollouts_have_the_trainers_own_lo
 def test_a_rolling_sync_reports_the_stall_of_every_replica(on_policy: Run) -> None:
     for replica in (0, 1):
         assert on_policy.summary[f"sync/student/{replica}/stall_s"] > 0
+
+
+@pytest.mark.long
+def test_a_run_whose_engines_die_once_too_often_names_the_stage_and_leaves_no_process_behind(
+    on_policy: Run,
+) -> None:
+    assert on_policy.ended(1, "failed"), on_policy.output
+    assert "student/" in on_policy.summary["error"]

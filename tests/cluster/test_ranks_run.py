@@ -1,4 +1,8 @@
-"""Whole runs whose trainer has several ranks: every way in which ranks share one student."""
+"""A run whose trainer has four ranks: two share each row, two the rows, all the weights.
+
+Its teachers send their hidden states for the full vocabulary. Runs of two ranks with top-k scores
+are in tests/chaos/.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,22 @@ import sys
 import pytest
 
 from async_opd.accounting.audit import audit
-from tests.cluster.test_run import BOUND_S, ONE_TEACHER, Run, Running
+from tests.cluster.test_run import BOUND_S, Run, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-LAYOUTS = {
-    "rows_and_shards_2x2": (ONE_TEACHER, "train.ranks=4", "train.context_parallel=2"),
-    "full_vocabulary_on_2": ("train.ranks=2", "loss={kind: forward_kl, support: full_vocab}"),
-}
 
-LOG = ("log.wandb=off", "log.replay=true")
-
-
-@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
-def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("runs") / "ranks"
-    return Running(folder, *request.param, "sync.verify_every=1", *LOG).end()
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Running(
+        tmp_path_factory.mktemp("runs") / "ranks",
+        "train.ranks=4",
+        "train.context_parallel=2",
+        "loss={kind: forward_kl, support: full_vocab}",
+        "sync.verify_every=1",
+        "log.wandb=off",
+        "log.replay=true",
+    ).end()
 
 
 def test_it_trains_every_sample_once_and_leaves_no_process_behind(done: Run) -> None:
