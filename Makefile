@@ -4,6 +4,7 @@
 #                     beside tests that start no run; then all other whole runs, two at a time
 # make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
 #                     damaged model, benchmarks that start runs (CI has no time for them)
+# make test-sglang    installs SGLang beside .venv, for CPUs, and runs teachers on its server (6 minutes)
 # make test-security runs the tests of what docs/security.md promises (part of make test)
 # make docs           builds the site of docs/ into site/: open site/index.html (its search needs a server:
 #                     python -m http.server -d site)
@@ -13,6 +14,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
+SGLANG := 0.5.23
 LOCK ?= prefer
 TWO := -n 2 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
@@ -26,7 +28,7 @@ DROP_AUDIO := $(BIN)/pip uninstall --quiet --yes torchaudio torchcodec
 HASHES := $(BIN)/uv pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate \
 	--python-version 3.11
 
-.PHONY: quickstart test test-long test-whole test-security docs check format models lock clean
+.PHONY: quickstart test test-long test-whole test-sglang test-security docs check format models lock clean
 
 quickstart: .venv/run models
 	$(BIN)/async_opd run examples/quickstart.yaml
@@ -43,6 +45,9 @@ test-long: .venv/installed models
 
 test-whole: .venv/installed models
 	$(BIN)/pytest $(SLOWEST) -m whole
+
+test-sglang: .venv/installed .venv-sglang/installed models
+	$(BIN)/pytest $(SLOWEST) tests/teachers/test_sglang_server.py tests/cluster/test_sglang_run.py
 
 test-security: .venv/installed
 	$(BIN)/pytest tests/security
@@ -96,6 +101,19 @@ models: .venv/run
 	else $(LOCKED) constraints-tests.lock || $(PIP_LOCKED) constraints-tests.lock; fi
 	@touch $@
 
+# SGLang asks for a hundred packages that only GPUs need, and for another torch. This environment has
+# its wheel without them, the few that its server imports, and for all others those of .venv; and
+# tests/sglang_kernels in place of its kernels for CPUs, which are on no index.
+.venv-sglang/installed: Makefile | .venv/installed
+	@echo "installing SGLang into .venv-sglang"
+	@$(PYTHON) -m venv --clear .venv-sglang
+	@printf '%s\n' async_opd/models/first_on_path .venv/lib/python3.11/site-packages \
+		tests/sglang_kernels | sed 's|^|$(CURDIR)/|' \
+		> .venv-sglang/lib/python3.11/site-packages/beside.pth
+	@.venv-sglang/bin/pip install --quiet ipython==9.18.1 gguf==0.19.0 soundfile==0.14.0
+	@.venv-sglang/bin/pip install --quiet --no-deps sglang==$(SGLANG)
+	@touch $@
+
 # After a change of constraints.txt: the same versions with the hashes of all their files.
 lock: .venv/installed
 	sed '/^# What tests/,$$d' constraints.txt > .venv/run.txt
@@ -104,4 +122,4 @@ lock: .venv/installed
 	$(HASHES) .venv/tests.txt --output-file constraints-tests.lock
 
 clean:
-	rm -rf .venv runs build dist site
+	rm -rf .venv .venv-sglang runs build dist site

@@ -1,4 +1,4 @@
-"""A real OpenAI-compatible vLLM server on loopback."""
+"""Real servers on loopback: OpenAI-compatible vLLM, and SGLang."""
 
 from __future__ import annotations
 
@@ -8,39 +8,44 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+import pytest
 
 from async_opd.models.engine_args import engine_env
 
 UP_S = 240
 ENV = {**os.environ, **engine_env("cpu"), "TORCHDYNAMO_DISABLE": "1"}
 """Without a compiler run at the first request for log-probabilities."""
+SGLANG = Path(__file__).parents[1] / ".venv-sglang"
+SGLANG_ENV = {
+    **os.environ,
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""SGLang takes no sequence of a model's full length without a longer context length."""
 
 
-class VllmServer:
+class Server:
     """Serves a model on a separate port; ``start`` again after ``kill`` takes the same port."""
 
-    def __init__(self, model: Path, name: str, key: str, log: Path, *more: str) -> None:
+    def __init__(self, log: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = int(free.getsockname()[1])
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
-        self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", name, "--api-key", key),
-            *("--host", "127.0.0.1", "--port", str(self._port), "--max-logprobs", "17"),
-            *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
-            *("--kv-cache-memory-bytes", str(64 << 20), *more),
-        ]
+        self._command = [*command, "--host", "127.0.0.1", "--port", str(self._port)]
+        self._env = env
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Starts the server; ``wait`` until it answers."""
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=ENV)
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env)
 
     def wait(self) -> None:
         """Returns when the server is healthy."""
@@ -65,3 +70,37 @@ class VllmServer:
                 return bool(answer.status == 200)
         except OSError:
             return False
+
+
+class VllmServer(Server):
+    """An OpenAI-compatible vLLM server."""
+
+    def __init__(self, model: Path, name: str, key: str, log: Path, *more: str) -> None:
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", name, "--api-key", key),
+            *("--max-logprobs", "17"),
+            *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
+            *("--kv-cache-memory-bytes", str(64 << 20), *more),
+        ]
+        super().__init__(log, command, ENV)
+
+
+class SglangServer(Server):
+    """An SGLang server, of an environment that only ``make test-sglang`` makes.
+
+    It computes a prompt in chunks of 32 tokens. Without the environment the test is skipped.
+    """
+
+    def __init__(self, model: Path, name: str, key: str, log: Path) -> None:
+        if not (SGLANG / "installed").exists():
+            pytest.skip("no .venv-sglang: make test-sglang makes it, and runs this test")
+        command = [
+            *(str(SGLANG / "bin" / "python"), "-m", "sglang.launch_server", "--device", "cpu"),
+            *("--model-path", str(model), "--served-model-name", name, "--api-key", key),
+            *("--attention-backend", "torch_native", "--dtype", "float32"),
+            *("--max-total-tokens", "8192", "--max-running-requests", "16"),
+            *("--context-length", "135", "--chunked-prefill-size", "32"),
+            *("--sleep-on-idle", "--skip-server-warmup", "--log-level", "warning"),
+        ]
+        super().__init__(log, command, SGLANG_ENV)

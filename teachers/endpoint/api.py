@@ -5,6 +5,8 @@
              /inference/v1/generate  the same behind images, which it takes as data URLs
     sglang   /generate               input_token_logprobs, input_top_logprobs, from the first row on
 
+An answer with another ``finish_reason`` than stop and length was cut: it is refused.
+
 No answer is trusted: one that does not fit its request raises ValueError (msgspec's errors are of
 that kind). Every request bounds the bytes and values of its answer (``AnswerLimits``), because
 decoding JSON blocks the process, and an object of 2 letters takes 70 bytes once decoded.
@@ -95,7 +97,7 @@ class _Logprob(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     token_ids: list[TokenId] | None = None
     prompt_logprobs: list[dict[TokenId, _Logprob] | None] | None = None
 
@@ -184,7 +186,7 @@ class VllmApi:
         choice = self._completion(answer).choices[0]
         if choice.token_ids is None:
             raise ValueError("no token_ids; vLLM returns them since 0.10.2")
-        return choice.token_ids, "stop" if choice.finish_reason == "stop" else "length"
+        return choice.token_ids, choice.finish_reason or "length"
 
     def _request(self, limits: AnswerLimits, **body: Any) -> Request:
         return Request("/v1/completions", {"model": self._model, **body}, limits)
@@ -212,7 +214,7 @@ _Entry = tuple[float | None, TokenId, str | None]
 
 
 class _Finish(msgspec.Struct):
-    type: str
+    type: FinishReason
 
 
 class _Meta(msgspec.Struct):
@@ -227,7 +229,10 @@ class _Generated(msgspec.Struct):
 
 
 class SglangApi:
-    """An SGLang server. Tests use answers in its format; it has not run with a real one yet."""
+    """An SGLang server.
+
+    A request with a token beyond its vocabulary, or for more best tokens than it has, stops it.
+    """
 
     _decoder = msgspec.json.Decoder(_Generated)
 
@@ -246,7 +251,20 @@ class SglangApi:
             "logprob_start_len": rollout.rows[0][0],
             "top_logprobs_num": top_k,
         }
-        return Request("/generate", body, AnswerLimits.of(len(tokens), top_k))
+        return Request("/generate", body, AnswerLimits.of(len(tokens) + 1, top_k))
+
+    def has(self, token: int) -> Request:
+        """Asks for the log-probability of one token after token 0.
+
+        A server without that token refuses the request before it computes.
+        """
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "token_ids_logprob": [token],
+        }
+        return Request("/generate", body, AnswerLimits())
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
         """Scores of the sampled positions. ValueError if the answer is about other tokens.
@@ -260,7 +278,9 @@ class SglangApi:
         if (len(meta.input_token_logprobs), len(tops)) != (len(asked), len(asked)):
             found = f"{len(meta.input_token_logprobs)} and {len(tops)}"
             raise ValueError(f"log-probabilities of {found} tokens instead of {len(asked)}")
-        if [token for _, token, _ in meta.input_token_logprobs[1:]] != asked[1:]:
+        reported = [token for _, token, _ in meta.input_token_logprobs[1:]]
+        last = max(asked)  # SGLang calls the last token of its vocabulary 0
+        if any(a != b and (a, b) != (0, last) for a, b in zip(reported, asked[1:], strict=True)):
             raise ValueError("log-probabilities of other tokens than those of the request")
         places = (indices(rollout.positions) - first).tolist()
         sampled = [_number(meta.input_token_logprobs[place]) for place in places]
@@ -296,7 +316,7 @@ class SglangApi:
         if generated.output_ids is None:
             raise ValueError("no output_ids")
         finish = generated.meta_info.finish_reason
-        return generated.output_ids, "stop" if finish and finish.type == "stop" else "length"
+        return generated.output_ids, finish.type if finish else "length"
 
 
 Api = VllmApi | SglangApi

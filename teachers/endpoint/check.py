@@ -23,11 +23,14 @@ from async_opd.media.cache import MediaCache
 from async_opd.models.tokenizer import Text
 from async_opd.waiting.deadline import gather_or_cancel
 from async_opd.waiting.own_loop import run_to_end
-from teachers.endpoint.api import TokenId
+from teachers.endpoint.api import SglangApi, TokenId
 from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica, endpoint_spec
 
 CHECK = Uid("check")
 REMEDY = "its first answer may take long, or it is busy: raise teachers.*.health.timeout_s"
+LENGTHS = {"vllm": ("--max-model-len", 1), "sglang": ("--context-length", 7)}
+"""By API: the option for a server's maximal length, and by how many tokens a sequence must be
+shorter to be scored. vLLM generates one token; SGLang keeps 7."""
 TEXT = "The quick brown fox, 0123456789: (x² + 1) = «naïve» 你好!\n"
 
 
@@ -90,14 +93,19 @@ async def _fault(
     if teacher.served_model not in served:
         found = ", ".join(served)[:MAX_SHOWN] or "nothing"
         return f"serves {found}, not {teacher.served_model}", "set teachers.*.served_model"
-    longest, wanted = served[teacher.served_model], config.rollout.max_tokens + 2
+    longest, (option, kept) = served[teacher.served_model], LENGTHS[teacher.api]
+    wanted = 1 + config.rollout.max_tokens + kept  # a prompt has at least one token
     if longest is not None and longest < wanted:
-        remedy = f"at most {longest - 2}, or start the server with a larger --max-model-len"
+        most = longest - kept - 1
+        remedy = f"at most {most}, or start the server with a larger {option}"
         return f"takes {longest} tokens, rollout.max_tokens needs at least {wanted}", remedy
     text = Text(config.student.model)
     ids = text.plain(TEXT)
     if await _tokens(replica, teacher.served_model) not in (ids, None):
         return "has another tokenizer than the student", "teachers need the student's tokenizer"
+    if teacher.api == "sglang":  # as an input, a token that it does not have would stop the server
+        known = SglangApi().has(text.size - 1)
+        await replica.call("POST", known.path, known.body)
     await replica.score(Batch.pack([_rollout([*ids, text.size - 1])]))
     if shown is not None:
         response = ids[: config.rollout.max_tokens]

@@ -65,7 +65,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionErro
 CHECK_API = "check teachers.*.api and the server's version"
 SCALE_OUT = "start the server with --enable-scale-out: its other APIs score no images"
 REMEDIES = {
-    400: "the server's log says what it refuses; loss.top_k needs as many --max-logprobs there",
+    400: "the server's log says what it refuses; vLLM needs --max-logprobs of loss.top_k",
     401: "set teachers.*.api_key_env",
     403: "set teachers.*.api_key_env",
     **dict.fromkeys((301, 302, 303, 307, 308), "set teachers.*.urls to where it redirects"),

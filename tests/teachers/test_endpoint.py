@@ -56,17 +56,23 @@ def vllm_rows(rollout: Rollout, top_k: int) -> list[Any]:
 
 
 def sglang_answer(rollout: Rollout, top_k: int, **meta: Any) -> bytes:
+    """As SGLang 0.5.23 answers; without ``top_k`` it leaves out the fields of the best."""
     response = rollout.response_ids.tolist()
-    tops: list[Any] = [None, *[[[-0.5 - i, 1 + i, None] for i in range(top_k)] for _ in response]]
-    found = {
+    found: dict[str, Any] = {
         "id": "a1",
         "finish_reason": {"type": "length", "length": 1},
         "prompt_tokens": rollout.tokens,
+        "weight_version": "default",
+        "num_retractions": 0,
         "input_token_logprobs": [[None, 2, None], *[[-7.5, token, None] for token in response]],
-        "input_top_logprobs": tops if top_k else [],
         "output_token_logprobs": [[-0.1, 3, None]],
-        "cached_tokens": 0,
+        "output_token_logprobs_length": 1,
     }
+    if top_k:
+        best = [[-0.5 - rank, 1 + rank, None] for rank in range(top_k)]
+        found |= {"input_top_logprobs": [None, *[best] * len(response)]}
+        found |= {"output_top_logprobs": [best]}
+    found |= {"completion_tokens": 1, "cached_tokens": 2, "cached_tokens_details": {"device": 2}}
     return json.dumps({"text": "", "output_ids": [3], "meta_info": found | meta}).encode()
 
 
@@ -100,6 +106,17 @@ def test_an_sglang_answer_starts_one_token_before_the_response() -> None:
     assert (len(body["input_ids"]), body["logprob_start_len"]) == (7, 2)
 
 
+def test_an_sglang_server_may_call_only_the_highest_of_the_tokens_0() -> None:
+    """It does so with the last token of its vocabulary, whose log-probability is right."""
+    entries = [[None, 2, None], *[[-7.5, token, None] for token in (0, 1, 2, 0)]]
+    scores = SglangApi().scores(sglang_answer(ROLLOUT, 0, input_token_logprobs=entries), ROLLOUT, 0)
+    assert isinstance(scores, SampledLogprobs)
+    np.testing.assert_allclose(scores.logprobs, [-7.5] * 4)
+    entries[3][1] = 0
+    with pytest.raises(ValueError, match="other tokens"):
+        SglangApi().scores(sglang_answer(ROLLOUT, 0, input_token_logprobs=entries), ROLLOUT, 0)
+
+
 def value(at: int) -> float:
     """The log-probability of the token at a position."""
     return -0.5 - at / 8
@@ -114,17 +131,17 @@ def vllm_server(body: dict[str, Any]) -> bytes:
     return vllm_answer(rows)
 
 
-def sglang_server(body: dict[str, Any]) -> bytes:
-    """The same of an SGLang server, whose first entry is always empty."""
+def sglang_server(body: dict[str, Any], last: int = 1 << 30) -> bytes:
+    """The same of an SGLang server: its first entry is empty, and it calls its ``last`` token 0."""
     ids, start, k = body["input_ids"], body["logprob_start_len"], body["top_logprobs_num"]
     later = range(start + 1, len(ids))
     tops = [None, *[[[value(at) - rank, 61 + rank, None] for rank in range(k)] for at in later]]
     meta = {
         "input_token_logprobs": [[None, ids[start], None]]
-        + [[value(at), ids[at], None] for at in later],
-        "input_top_logprobs": tops if k else [],
+        + [[value(at), ids[at] * (ids[at] != last), None] for at in later],
     }
-    return json.dumps({"meta_info": meta}).encode()
+    best = {"input_top_logprobs": tops, "output_top_logprobs": [tops[-1]]} if k else {}
+    return json.dumps({"meta_info": meta | best}).encode()
 
 
 SEEN = replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, media=(Media("a" * 64, 3, 8, 8),)))
@@ -391,6 +408,19 @@ async def test_its_own_answers_are_rollouts() -> None:
         )
     assert (rollout.uid, rollout.response_ids.tolist()) == ("p/0", [5, 6, 0])
     assert rollout.finish_reason == "stop"
+
+
+ABORTED = {
+    "vllm": vllm_answer([], token_ids=[5, 6], finish_reason="abort"),
+    "sglang": b'{"output_ids": [5, 6], "meta_info": {"finish_reason": {"type": "abort"}}}',
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_an_answer_that_its_server_aborted_is_refused(name: str) -> None:
+    """It is cut somewhere, neither at an end token nor at the longest length."""
+    with pytest.raises(ValueError, match="abort"):
+        SERVERS[name][0].sampled(ABORTED[name])
 
 
 async def test_its_report_counts_tokens_and_agreement() -> None:

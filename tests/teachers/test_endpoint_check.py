@@ -24,7 +24,7 @@ from async_opd.core.row import Media, Row
 from async_opd.models.tokenizer import Text
 from teachers.endpoint.check import check_endpoints
 from tests.data.pictures import picture
-from tests.teachers.test_endpoint import entry, vllm_answer
+from tests.teachers.test_endpoint import entry, sglang_server, vllm_answer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 STUDENT = Text(EXAMPLE.parent / "quickstart" / "models" / "student")
@@ -40,6 +40,7 @@ class Server:
     hangs: bool = False
     most_logprobs: int = 20
     scales_out: bool = True
+    api: str = "vllm"
     sent: list[Any] = field(default_factory=list)
 
     async def health(self, request: web.Request) -> web.Response:
@@ -76,6 +77,26 @@ class Server:
         return web.json_response(answer)
 
 
+@dataclass
+class Sglang(Server):
+    """An SGLang server; a token of the input beyond its vocabulary stops it."""
+
+    vocabulary: int = STUDENT.size
+    api: str = "sglang"
+
+    async def native(self, request: web.Request) -> web.Response:
+        """Answers ``/generate``."""
+        body = await request.json()
+        self.sent.append(body)
+        if (token := body.get("token_ids_logprob", [0])[0]) >= self.vocabulary:
+            return web.Response(status=400, text=f"out-of-vocabulary token id {token}")
+        if "top_logprobs_num" not in body:
+            return web.json_response({"meta_info": {}, "output_ids": [0]})
+        if max(body["input_ids"]) >= self.vocabulary and request.transport is not None:
+            request.transport.close()
+        return web.Response(body=sglang_server(body, last=self.vocabulary - 1))
+
+
 @asynccontextmanager
 async def running(server: Server) -> AsyncIterator[str]:
     app = web.Application()
@@ -84,13 +105,20 @@ async def running(server: Server) -> AsyncIterator[str]:
     app.router.add_post("/tokenize", server.tokenize)
     app.router.add_post("/v1/completions", server.complete)
     app.router.add_post("/inference/v1/generate", server.generate)
+    if isinstance(server, Sglang):
+        app.router.add_post("/generate", server.native)
     async with TestServer(app) as http:
         yield str(http.make_url("")).rstrip("/")
 
 
 async def found(server: Server, timeout_s: float = 30.0) -> list[Problem]:
     async with running(server) as url:
-        teacher = {"kind": "endpoint", "urls": [url], "served_model": "sorter"}
+        teacher = {
+            "kind": "endpoint",
+            "urls": [url],
+            "served_model": "sorter",
+            "api": server.api,
+        }
         health = {"health": {"timeout_s": timeout_s}}
         config = load_config(EXAMPLE, [f"teachers.sort={json.dumps(teacher | health)}"])
         return await asyncio.to_thread(check_endpoints, config, "c.yaml")
@@ -102,11 +130,12 @@ async def one(server: Server, timeout_s: float) -> Problem:
     return problem
 
 
+@pytest.mark.parametrize("kind", [Server, Sglang])
 @pytest.mark.parametrize("tokenizes", [True, False])
 async def test_a_server_of_the_model_has_no_problem_also_without_a_tokenizer(
-    tokenizes: bool,
+    kind: type[Server], tokenizes: bool
 ) -> None:
-    assert await found(Server(tokenizes=tokenizes)) == []
+    assert await found(kind(tokenizes=tokenizes)) == []
 
 
 @pytest.mark.parametrize(
@@ -130,6 +159,23 @@ async def test_a_server_that_cannot_be_the_teacher_is_refused_with_the_cause(
     problem = await one(Server(**fault), timeout_s=0.2 if "hangs" in fault else 30)
     assert cause in problem.message
     assert remedy in problem.remedy
+
+
+async def test_an_sglang_server_needs_seven_positions_beyond_the_longest_sequence() -> None:
+    assert await found(Sglang(model={"id": "sorter", "max_model_len": 16})) == []
+    problem = await one(Sglang(model={"id": "sorter", "max_model_len": 15}), timeout_s=30)
+    assert "takes 15 tokens, rollout.max_tokens needs at least 16" in problem.message
+    assert "at most 7" in problem.remedy
+    assert "--context-length" in problem.remedy
+
+
+async def test_an_sglang_server_without_the_students_last_token_is_refused_and_not_stopped() -> (
+    None
+):
+    server = Sglang(vocabulary=STUDENT.size - 1)
+    problem = await one(server, timeout_s=30)
+    assert "out-of-vocabulary" in problem.message
+    assert max(token for body in server.sent for token in body["input_ids"]) < server.vocabulary
 
 
 def test_a_server_that_is_not_there_is_refused() -> None:
