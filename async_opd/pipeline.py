@@ -12,7 +12,7 @@
     rerun     consumes stale headers,    waits for samples that came too late
     replace   consumes dead letters,     waits for rollouts that cannot be sampled or scored
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps,
-                                         and captures a checkpoint every so many versions
+                                         and captures a checkpoint every so many steps
     push      consumes a snapshot,       begins an evaluation, for which nothing waits
     events    consumes events,           waits for those of replicas and leases
 
@@ -323,29 +323,31 @@ class Pipeline:
                     version = self.run_state.admission.version + 1
                     await self._snapshot(version)
                 self._pushing = self._coroutines.create_task(self._push())
+            elif self.schedule.is_due(self._step):
+                self.evaluations.begin(self._step, self._coroutines)
             if metering is not None:
                 await self._metered(metering)  # of the step before: it ran beside this one
             metering = self._coroutines.create_task(self._meter(report))
-            if synced:
-                await self._checkpoint(version, metering)
+            await self._checkpoint(metering)
         await self._wait_for_push()
         if metering is not None:
             await self._metered(metering)
 
-    async def _checkpoint(self, version: int, metering: asyncio.Task[None]) -> None:
-        """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
+    async def _checkpoint(self, metering: asyncio.Task[None]) -> None:
+        """Takes a checkpoint at each step that is due, written while training goes on.
 
         With ``keep_best`` also of each version that is evaluated. These and the last one wait for
         the one before, which would otherwise make ``take`` skip them. All wait for its row.
         """
-        every, keep_best = self.config.checkpoint.every, self.config.checkpoint.keep_best
-        if self.checkpointer is None or not (every or keep_best):
+        keep_best = self.config.checkpoint.keep_best
+        between = self.config.steps_between(self.config.checkpoint)
+        if self.checkpointer is None or not (between or keep_best):
             return
         last = self._step == self.config.train.steps
-        wanted = last or (keep_best is not None and self.schedule.is_due(version))
+        wanted = last or (keep_best is not None and self.schedule.is_due(self._step))
         if wanted:
             await self._settled(self.checkpointer)
-        if wanted or (every and version % every == 0):
+        if wanted or (between and self._step % between == 0):
             await self._metered(metering)
             await self._take_checkpoint(self.checkpointer)
 
@@ -370,8 +372,8 @@ class Pipeline:
             report = await self.stages.sync.push()
         self.run_state.admission.advance(report.version)
         self.metering.synced(report)
-        if self.schedule.is_due(report.version):
-            self.evaluations.begin(self.schedule.step_of(report.version), self._coroutines)
+        if self.schedule.is_due(step := self.schedule.step_of(report.version)):
+            self.evaluations.begin(step, self._coroutines)
 
     async def _wait_for_push(self) -> None:
         """Waits until the previous push is done: one version at a time is sent."""

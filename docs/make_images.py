@@ -1,9 +1,10 @@
 """Makes the images of docs/report.md and docs/microscope.md, in Chromium.
 
-    async_opd run examples/quickstart.yaml log.microscope.share=0.05 --run-dir runs/shown
+    async_opd run examples/quickstart.yaml --run-dir runs/shown
     PYTHONPATH=. python docs/make_images.py runs/shown
 
-The report and its section of tokens are those of the run; the comparison is of two simulated runs:
+The report is that of the run, and so is its section of tokens, if the run has recorded some
+(``log.microscope.share=0.05``); the comparison is of two simulated runs:
 the real pipeline in virtual time (tests/tools/report/pages.py), with accuracies that are made up.
 The images are 8-bit PNGs of the upper part of each page or section.
 """
@@ -24,12 +25,14 @@ from tests.tools.report.browser import chromium, opened
 from tests.tools.report.pages import write_full_run
 
 IMAGES = Path(__file__).resolve().parent / "images"
-LOOKS = ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark"))
+SCHEMES = ("light", "dark")
+LOOKS = ((1400, "light"), (1400, "dark"), (420, "light"), (420, "dark"))
 SHOTS = (
     *(("report", "header", *look, 1500) for look in LOOKS),
+    *(("pools", "#pools", *look, 1500) for look in LOOKS),
     *(("lives", "figure:has(#chart-life)", *look, 1100) for look in LOOKS),
-    *(("tokens", "#tokens", *look, 1100) for look in LOOKS),
-    ("compare", "header", 1280, "light", 1200),
+    *(("tokens", "#tokens", width, scheme, 1100) for width in (1280, 390) for scheme in SCHEMES),
+    ("compare", "header", 1400, "light", 1200),
 )
 """Name of the image, where in the page it begins, width, colour scheme and height."""
 
@@ -51,6 +54,8 @@ def main(run_dir: str) -> None:
             for name, place, width, scheme, height in SHOTS:
                 file = pages.get(name, pages["report"])
                 with opened(browser, file, width, scheme) as (page, _):
+                    if not page.locator(place).count():
+                        continue
                     top = page.locator(place).first.bounding_box()["y"]
                     clip = {"x": 0, "y": max(top - 16, 0), "width": width, "height": height}
                     image = IMAGES / f"{name}-{width}-{scheme}.png"

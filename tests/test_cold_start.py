@@ -26,7 +26,7 @@ from tests.waiting.test_reading_thread import STALL_S, hang_for, hanging_reading
 from tests.world.clock import Pace, PacedReads
 from tests.world.log import FakeLog
 from tests.world.run import evaluated_world, world
-from tests.world.trainer import SlowDisk
+from tests.world.trainer import Disk
 
 RATE = 0.5
 READS: Any = PacedReads(Pace(0))
@@ -243,7 +243,7 @@ async def test_a_cold_start_has_its_checkpoint_before_the_evaluations_that_follo
         return 1.0
 
     run = evaluated_world(grade)
-    disk = SlowDisk(run.trainer)
+    disk = Disk(run.trainer, slow=True)
     run.rewire(cold_start=Cold(run), checkpointer=disk)
     await run.run()
     assert taken_by_then[0] == [0]

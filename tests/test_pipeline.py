@@ -37,7 +37,7 @@ from tests.world.run import (
     shapes,
     world,
 )
-from tests.world.trainer import SlowDisk
+from tests.world.trainer import Disk
 
 
 async def test_every_admitted_sample_is_trained_and_no_image_is_held_when_the_run_ends() -> None:
@@ -67,10 +67,20 @@ async def test_every_evaluated_version_has_a_checkpoint_however_slow_the_disk_is
     run = world(steps=6, k=1)
     kept = {"keep_best": "eval/a/accuracy", "every": 1}
     config = changed(run.pipeline.config, checkpoint=kept, eval={"every": 2})
-    slow = SlowDisk(run.trainer)
+    slow = Disk(run.trainer, slow=True)
     run.rewire(config=config, checkpointer=slow)
     await run.run()
     assert slow.taken == [1, 2, 4, 6]
+
+
+async def test_checkpoints_every_so_many_steps_are_taken_within_a_version_too() -> None:
+    run = world(steps=10, k=4)
+    disk = Disk(run.trainer, slow=False)
+    run.rewire(
+        config=changed(run.pipeline.config, checkpoint={"every_steps": 3}), checkpointer=disk
+    )
+    await run.run()
+    assert disk.taken == [3, 6, 9, 10]
 
 
 async def test_the_last_weights_reach_the_replicas() -> None:
@@ -428,6 +438,18 @@ async def test_an_evaluation_belongs_to_the_step_of_the_version_that_it_measured
     assert run.log.evaluated[:2] == [0, 2]
 
 
+async def test_an_evaluation_within_a_version_names_that_of_the_engines() -> None:
+    run = world(steps=8, k=4, s=2.0, replicas=1, evaluation=evaluation())
+    run.rewire(config=changed(run.pipeline.config, eval={"every_steps": 3}))
+    await run.run()
+    found = {
+        step: row["eval/oldest_version"]
+        for step, row in zip(run.log.steps, run.log.rows, strict=True)
+        if "eval/seconds" in row
+    }
+    assert found == {3: 0, 6: 1, 8: 2}
+
+
 async def test_a_version_that_is_due_during_an_evaluation_has_none_and_a_line_names_it() -> None:
     async def grade(rollout: Rollout) -> float:
         while 0 < run.trainer.steps < 8:
@@ -524,7 +546,7 @@ async def test_the_checkpointer_knows_which_step_is_being_evaluated() -> None:
         return 1.0
 
     run = evaluated_world(grade)
-    disk: Any = SlowDisk(run.trainer)
+    disk: Any = Disk(run.trainer, slow=True)
     run.rewire(checkpointer=disk)
     await run.run()
     assert asked[::4][:2] == [0, 2]

@@ -27,7 +27,7 @@ from async_opd.core.row import Row
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import make_folder, write_atomically
 
-WHEN = {"every", "teachers", "samples_mib", "replicas"}
+WHEN = {"every", "every_steps", "teachers", "samples_mib", "replicas"}
 """Settings of ``eval`` that do not change what an evaluation of the student measures."""
 
 

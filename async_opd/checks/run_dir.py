@@ -129,7 +129,8 @@ def _terms(config: RunConfig) -> dict[str, int]:
         trained = trained_entries(student, train.lora)
     kept = settings.keep + 1
     if settings.keep_best is None:
-        periodic = math.ceil(config.versions / settings.every) if settings.every else 1
+        between = config.steps_between(settings)
+        periodic = math.ceil(config.train.steps / between) if between else 1
         kept = min(kept, periodic + (config.cold_start is not None))
     kept += settings.keep_best is not None
     kept += 2 * (config.guardrail.mode == "roll_back")

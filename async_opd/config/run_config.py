@@ -123,6 +123,7 @@ class RunConfig(Section):
             fault = f"found {group}, expected at least 2: an advantage is relative to the group"
             yield "rollout.n", fault, "for example 4"
         yield from self._weight_faults()
+        yield from self._period_faults()
         yield from self._keeping_faults()
         yield from self._curriculum_faults()
         if rollout.host is not None:
@@ -148,20 +149,36 @@ class RunConfig(Section):
             name = next(name for name in self.teachers if name not in fixed)
             yield f"teachers.{name}.weight", fault, "remove it, or set numbers"
 
+    def _period_faults(self) -> Iterator[tuple[str, str, str]]:
+        """Periods in versions and in steps at the same time, or in neither."""
+        for name, section in (("checkpoint", self.checkpoint), ("eval", self.eval)):
+            every, steps = section.every, section.every_steps
+            if every is not None and steps is not None:
+                fault = f"found {steps} beside {name}.every, which is {every}"
+                remedy = f"remove one of them; {name}.every=null leaves out that of the file"
+                yield f"{name}.every_steps", fault, remedy
+            elif every is None and steps is None:
+                yield f"{name}.every", "found null without every_steps", "set it; 0: no period"
+
     def _keeping_faults(self) -> Iterator[tuple[str, str, str]]:
         """The needs of ``checkpoint.keep_best`` and ``guardrail.mode: roll_back``."""
-        best = self.checkpoint.keep_best
-        if best is not None and not (self.data.eval and self.eval.every):
+        best, sync_steps = self.checkpoint.keep_best, self.async_.sync_steps
+        if best is not None and not (self.data.eval and self.steps_between(self.eval)):
             missing = "eval.every is 0" if self.data.eval else "data.eval has no source"
             fault = f"found {best}, but {missing}: no two checkpoints are compared"
             yield "checkpoint.keep_best", fault, "evaluate during training, or remove it"
+        if best is not None and (steps := self.eval.every_steps or 0) % sync_steps:
+            fault = f"found {steps}, expected a multiple of async.sync_steps ({sync_steps}): "
+            fault += "checkpoint.keep_best compares weights that the engines have had"
+            low, high = steps // sync_steps * sync_steps, -(-steps // sync_steps) * sync_steps
+            yield "eval.every_steps", fault, f"for example {low or high} or {high}"
         if self.guardrail.mode == "roll_back" and not self.supervision.max_restarts:
             fault = "found roll_back, which rebuilds the trainer, but supervision.max_restarts is 0"
             yield "guardrail.mode", fault, "raise supervision.max_restarts"
         if self.rollout.host == "train" and self.train.offload == "parameters":
             fault = "found parameters: with rollout on its GPUs a rank is offloaded between turns"
             yield "train.offload", fault, "set it to moments or none"
-        if self.guardrail.mode == "roll_back" and not (self.checkpoint.every or best):
+        if self.guardrail.mode == "roll_back" and not (self.steps_between(self.checkpoint) or best):
             fault = "found roll_back, but checkpoint.every is 0: there is nothing to go back to"
             yield "guardrail.mode", fault, "set checkpoint.every"
 
@@ -236,6 +253,10 @@ class RunConfig(Section):
     def versions(self) -> int:
         """Number of weight versions of the run: one per ``sync_steps``, and one for a remainder."""
         return math.ceil(self.train.steps / self.async_.sync_steps)
+
+    def steps_between(self, periodic: CheckpointConfig | EvalConfig) -> int:
+        """Steps between two checkpoints, or evaluations, during training; 0: there are none."""
+        return periodic.every_steps or (periodic.every or 0) * self.async_.sync_steps
 
     @property
     def max_in_flight(self) -> int:

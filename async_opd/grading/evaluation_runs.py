@@ -6,7 +6,9 @@
 No weight sync waits for an evaluation. One that is under way on the rollout replicas goes on with
 the weights of later versions, and its metrics name the oldest and the newest. It belongs to the
 step that made the oldest version of its answers. A version that is due while the evaluation before
-is under way has none, unless that one measures it.
+is under way has none, unless that one measures it. At a step within a version that is due
+(``eval.every_steps``) an evaluation begins with the weights that the engines have; it belongs to
+that step, though another one made them.
 
 The evaluations that a run has to make, and the step to which each belongs.
 
@@ -41,7 +43,7 @@ class Evaluations:
     """``logged`` is the last step whose evaluation is in the metrics; -1 if there is none."""
 
     def __init__(self, config: RunConfig, log: Log, logged: int = -1) -> None:
-        self._every, self._versions = config.eval.every, config.versions
+        self._between = config.steps_between(config.eval)
         self._steps, self._sync_steps = config.train.steps, config.async_.sync_steps
         self._log = log
         self._logged = logged
@@ -51,9 +53,9 @@ class Evaluations:
         """The step that completes the weights of a version."""
         return min(version * self._sync_steps, self._steps)
 
-    def is_due(self, version: int) -> bool:
-        """Whether the version is evaluated when it is pushed; the last one is after training."""
-        return bool(self._every) and version % self._every == 0 and version < self._versions
+    def is_due(self, step: int) -> bool:
+        """Whether the engines' weights at a step are measured; the last ones are after training."""
+        return bool(self._between) and step % self._between == 0 and step < self._steps
 
     def is_missing(self, cut: Cut) -> bool:
         """Whether a run that resumes at the consistent cut lacks the last evaluation before it.
@@ -61,10 +63,10 @@ class Evaluations:
         It was interrupted during that evaluation. The weights of that version may not exist any
         more: the checkpoint's weights are measured instead, at the checkpoint's step.
         """
-        if not self._every or cut.version >= self._versions:
+        if not self._between or cut.step >= self._steps:
             return False
-        due = cut.version - cut.version % self._every
-        return due > 0 and self._logged < self.step_of(due)
+        due = cut.step - cut.step % self._between
+        return due > 0 and self._logged < due
 
     @property
     def is_last_missing(self) -> bool:
@@ -81,8 +83,8 @@ class Evaluations:
 
     def _name_missing(self, step: int) -> None:
         """Says which due evaluations before the one of ``step`` there will never be, and why."""
-        due = (self.step_of(one) for one in range(1, self._versions) if self.is_due(one))
-        missing = [at for at in due if self._logged < at < step]
+        due = range(self._between, min(step, self._steps), self._between) if self._between else ()
+        missing = [at for at in due if self._logged < at]
         for at in (one for one in missing if one in self._why):
             self._log.message(f"step {at}: no evaluation, since {self._why[at]}")
         if others := [at for at in missing if at not in self._why]:
@@ -167,8 +169,8 @@ class EvaluationRuns:
         if self._evaluation is None or self._schedule.has(step):
             return
         if self._running is not None and not self._running.done():
-            why = "the one before was still under way: it takes longer than eval.every weight "
-            self._schedule.skip(step, why + "versions")
+            why = "the one before was still under way: it takes longer than the steps between two"
+            self._schedule.skip(step, why)
             return
         self._running = tasks.create_task(self.measure("eval", step, endless=True))
 
@@ -205,8 +207,8 @@ class EvaluationRuns:
                 measured = await self._bounded("the evaluation", work, endless=endless)
             # no replica answers with an older version; the newest one may be on some of them only
             oldest = measured.versions[0] if measured.versions else first
-            if oldest > first:
-                later = self._schedule.step_of(oldest)
+            later = self._schedule.step_of(oldest)
+            if later > step:
                 self._schedule.skip(step, f"its engines had the weights after step {later} by then")
                 step = later
             await self._record(measured, of_step(step))

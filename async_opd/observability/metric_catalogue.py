@@ -27,6 +27,7 @@ Section = Literal[
 ]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 Part = Literal["learning", "staleness", "pools"]
+Axis = Literal["step", "time"]
 Kind = Literal["lines", "accuracies", "several_answers", "lags"]
 STEP = "step"
 EVALUATION_STEP = "evaluation/step"
@@ -64,6 +65,8 @@ class Panel:
 class Plot:
     """A chart of the report. ``key`` is unique in its page; ``y`` names the axis of values.
 
+    ``x`` is the other axis: the step, or the time of the run.
+
     ``lines`` are keys by label. Of several keys for a line the first one with values is drawn,
     times -1 with a minus before it. A key with ``<name>`` gives a line for each name.
     """
@@ -75,6 +78,7 @@ class Plot:
     kind: Kind = "lines"
     title: str = ""
     note: str = ""
+    x: Axis = "step"
     y: str = ""
     form: str = ",.5~g"
     lines: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -88,6 +92,7 @@ class Overlay:
 
     part: Literal["learning", "speed"]
     title: str
+    x: Axis = "step"
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ class RunLog:
         self._wanted = [*(configured() if sinks is None else sinks), *viewers]
         self._sinks: list[Sink] = []
         self._reported: set[str] = set()
+        self._notes: dict[str, str] = {}
         self._not_finite: set[str] = set()
         self.last: dict[str, float] = dict(before or {})
         self._summarized: dict[str, float] = {}
@@ -240,14 +241,14 @@ class RunLog:
         with self._failing_if_unwritten():
             self._write_summary(status, error)
         summary = _printable(self._summary(status, error))
-        written = self.failures, status, dict(self._summarized)
+        written = self.failures, status, dict(self._summarized), dict(self._notes)
         for sink in self._sinks:
             with self._failing_if_unwritten():
                 self._noted(sink, lambda sink: sink.close(summary))
         for file in (self._metrics_file, self._messages_file):
             with self._failing_if_unwritten(), _written(file.name):
                 file.close()
-        if (self.failures, self._status, self._summarized) != written:
+        if (self.failures, self._status, self._summarized, self._notes) != written:
             with self._failing_if_unwritten():
                 self._write_summary(self._status, error or self._unwritten)
         return self._status
@@ -291,6 +292,7 @@ class RunLog:
             seconds=self._earlier_s + self._clock() - self._started,
             run_dir=self._run_dir,
             metrics=self.last | self._summarized | {SINK_FAILURES: float(self.failures)},
+            notes=dict(self._notes),
         )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
@@ -311,6 +313,7 @@ class RunLog:
         with self._waiting_for(sink):
             succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
         for note in filter(None, notes):
+            self._notes[sink.name] = self._redacted(note)
             self.message(note, "warning")
         return succeeded
 

@@ -19,6 +19,7 @@ class Summary:
 
     ``steps`` is the last step that was logged, ``seconds`` the time that the log was open, in all
     parts of a resumed run, ``metrics`` the last value of every metric (the summarized ones win).
+    ``notes`` has by sink its last message: on what differs from the config, or is incomplete.
     """
 
     status: Status
@@ -27,6 +28,7 @@ class Summary:
     seconds: float
     run_dir: Path
     metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 class Sink(Protocol):

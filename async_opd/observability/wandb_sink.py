@@ -201,7 +201,7 @@ class WandbSink(Sink):
         try:
             self._open(mode)
         except Exception as error:
-            if mode != "online":
+            if mode != "online" or not _end_failed_run():
                 raise
             self._open("offline")
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -339,6 +339,20 @@ def _wandb_table(found: SampleTable) -> wandb.Table:
         pictures = [None if file is None else wandb.Image(str(file.as_path())) for file in shown]
         data.append([*row, *pictures, *[None] * (most - len(shown))])
     return wandb.Table(columns=[*found.columns, *titles], data=data)
+
+
+def _end_failed_run() -> bool:
+    """Ends wandb's own process, where the run that was not opened keeps its id. Whether it may.
+
+    It may not if this process has a run of the user's there.
+    """
+    import wandb
+
+    if wandb.run is not None:
+        return False
+    wandb.teardown()
+    _own_settings()
+    return True
 
 
 def _end_service() -> None:

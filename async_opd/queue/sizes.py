@@ -179,7 +179,7 @@ def kept_steps(config: RunConfig) -> int:
 
     A best one (``checkpoint.keep_best``) may be older; without checkpoints there are all steps.
     """
-    between = config.checkpoint.every * config.async_.sync_steps
+    between = config.steps_between(config.checkpoint)
     steps = config.train.steps
     return min(config.checkpoint.keep * between, steps) if between else steps
 

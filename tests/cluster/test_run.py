@@ -31,7 +31,7 @@ SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompt
 ONE_TEACHER = "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse]}}"
 """For what does not depend on their number: an engine less to start."""
 BEST = "checkpoint.keep_best=eval/*/accuracy"
-DONE = ["rollout.replicas=2", "async.max_version_lag=0", BEST]
+DONE = ["rollout.replicas=2", "async.max_version_lag=0", BEST, "checkpoint.every_steps=3"]
 BOUND_S = 900
 """Above all that a run takes beside another one: two at a time have taken 300 s for one of 35."""
 
@@ -170,6 +170,12 @@ def test_the_best_student_is_written_beside_the_last_one(done: Run) -> None:
     best = done.directory / "best" / "model.safetensors"
     last = done.directory / "model" / "model.safetensors"
     assert (best.read_bytes() == last.read_bytes()) == (done.summary["checkpoint/best_step"] == 6)
+
+
+def test_a_step_within_a_version_has_a_checkpoint_if_so_many_steps_are_between_two(
+    done: Run,
+) -> None:
+    assert f"checkpoint of step 3: {done.directory}" in (done.directory / "run.log").read_text()
 
 
 def test_the_best_value_is_the_highest_of_all_evaluations(done: Run) -> None:

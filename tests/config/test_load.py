@@ -70,6 +70,20 @@ def test_paths_are_relative_to_the_config_file(tmp_path: Path) -> None:
     assert config.student.model == str(tmp_path / "s")
 
 
+def test_steps_replace_the_versions_of_the_file_and_of_the_defaults(tmp_path: Path) -> None:
+    steps = "checkpoint.every=null", "checkpoint.every_steps=9", "eval.every_steps=6"
+    made = load(tmp_path, "checkpoint: {every: 3}", *steps)
+    (tmp_path / "d.yaml").write_text(dump_config(made))
+    again = load_config(tmp_path / "d.yaml", [])
+    assert again == made
+    assert (again.steps_between(again.checkpoint), again.steps_between(again.eval)) == (9, 6)
+
+
+def test_versions_are_so_many_syncs_of_steps(tmp_path: Path) -> None:
+    made = load(tmp_path, "checkpoint: {every: 3}\neval: {every: 0}\nasync: {sync_steps: 5}")
+    assert (made.steps_between(made.checkpoint), made.steps_between(made.eval)) == (15, 0)
+
+
 REFUSED = [
     # misspelt, misplaced and of a wrong type
     ("async: {sync_stepz: 3}", "", "async.sync_stepz", "did you mean async.sync_steps?"),
@@ -92,6 +106,21 @@ REFUSED = [
     (BEST, "", "checkpoint.keep_best", "data.eval"),
     ("eval: {n: 4}", "", "eval", "with temperature 0 all answers to a prompt are the same"),
     (BACK + "checkpoint: {every: 0}", "", "guardrail.mode", "checkpoint.every"),
+    (
+        "",
+        "eval={every: 2, every_steps: 9}",
+        "eval.every_steps",
+        "found 9 beside eval.every, which is",
+    ),
+    ("checkpoint: {every: 2}", "checkpoint.every_steps=9", "checkpoint.every_steps", "every=null"),
+    ("checkpoint: {every: null}", "", "checkpoint.every", "null without every_steps"),
+    ("", "eval.every_steps=0", "eval.every_steps", "greater than 0"),
+    (
+        BEST + "eval: {every_steps: 10}",
+        "data.eval=b.jsonl",
+        "eval.every_steps",
+        "found 10, expected a multiple of async.sync_steps (4)",
+    ),
     (BACK + "supervision: {max_restarts: 0}", "", "guardrail.mode", "max_restarts"),
     ("train: {lora: {rank: 8}, offload: parameters}", "", "train.offload", "parameters"),
     # what no process could use

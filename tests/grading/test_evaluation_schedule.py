@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from async_opd.grading.evaluation_runs import Evaluations
 
 
 def evaluations(
-    steps: int = 20, k: int = 3, every: int = 2, logged: int = -1, log: Any = None
+    steps: int = 20, k: int = 3, logged: int = -1, log: Any = None, **period: int
 ) -> Evaluations:
     config = RunConfig.model_validate(
         {
@@ -25,7 +26,7 @@ def evaluations(
             "data": {"train": "prompts.jsonl"},
             "train": {"steps": steps},
             "async": {"sync_steps": k},
-            "eval": {"every": every},
+            "eval": period or {"every": 2},
         }
     )
     return Evaluations(config, log, logged)
@@ -41,12 +42,44 @@ def test_a_version_belongs_to_the_step_that_completes_it() -> None:
 
 def test_every_second_version_is_due_but_the_last_which_has_its_own() -> None:
     made = evaluations(steps=18)
-    assert [version for version in range(1, 7) if made.is_due(version)] == [2, 4]
+    assert [step for step in range(1, 19) if made.is_due(step)] == [6, 12]
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 5), st.integers(0, 40))
+def test_a_version_is_due_when_so_many_steps_are(steps: int, k: int, every: int, at: int) -> None:
+    versions = evaluations(steps=steps, k=k, every=every)
+    due = {step for step in range(1, steps + 1) if versions.is_due(step)}
+    of_versions = range(every, -(-steps // k), every) if every else range(0)
+    assert due == {versions.step_of(version) for version in of_versions}
+    if every:
+        in_steps = evaluations(steps=steps, k=k, every_steps=every * k)
+        assert due == {step for step in range(1, steps + 1) if in_steps.is_due(step)}
+        assert in_steps.is_missing(cut(at, k)) == versions.is_missing(cut(at, k))
+
+
+@given(
+    steps=st.integers(1, 40),
+    k=st.integers(1, 5),
+    every_steps=st.integers(1, 9),
+    stops=st.lists(st.integers(0, 40), max_size=4),
+)
+def test_a_resume_at_any_steps_leaves_no_due_step_out_and_adds_none(
+    steps: int, k: int, every_steps: int, stops: list[int]
+) -> None:
+    logged: list[int] = []
+    for start, end in pairwise([0, *(one for one in stops if one < steps), steps]):
+        logged = [step for step in logged if step <= start]  # a resume cuts later rows
+        made = evaluations(steps, k, max(logged, default=-1), every_steps=every_steps)
+        if start and made.is_missing(cut(start, k)):
+            logged.append(start)
+        logged += [step for step in range(start + 1, end + 1) if made.is_due(step)]
+    due = list(range(every_steps, steps, every_steps))
+    assert logged == due
 
 
 def test_nothing_is_due_or_missing_where_there_are_no_evaluations_between() -> None:
     made = evaluations(every=0)
-    assert not any(made.is_due(version) for version in range(7))
+    assert not any(made.is_due(step) for step in range(21))
     assert not made.is_missing(cut(12))
 
 
@@ -87,7 +120,7 @@ class Lines(list[str]):
 
 def test_due_evaluations_that_there_will_never_be_are_named_when_the_next_one_is_logged() -> None:
     lines = Lines()
-    made = evaluations(steps=40, k=1, every=2, logged=4, log=lines)
+    made = evaluations(steps=40, k=1, logged=4, log=lines, every=2)
     made.skip(8, "the one before was still under way")
     made.log({"eval/a/accuracy": 0.5}, 15, 15)
     made.log({"eval/a/accuracy": 0.5}, 18, 18)

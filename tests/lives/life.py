@@ -213,6 +213,12 @@ class Life:
         settings["guardrail"]["max_truncated_share"] = 0.3
         if every and some([False, True]):
             settings["checkpoint"]["keep_best"] = "eval/*/accuracy"
+        apart = random.Random(f"steps {seed}")  # other lives stay as they were
+        if every and apart.random() < 0.3:
+            steps = apart.randint(1, 4) * (k if "keep_best" in settings["checkpoint"] else 1)
+            settings["eval"] = {**settings["eval"], "every": None, "every_steps": steps}
+        if apart.random() < 0.3:
+            settings["checkpoint"] |= {"every": None, "every_steps": apart.randint(1, 4)}
         if mirror:
             settings["checkpoint"]["mirror"] = "MIRROR"
         processes = [cls._process(chance, mirror) for _ in range(chance.randint(0, 4))]

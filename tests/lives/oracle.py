@@ -260,7 +260,8 @@ class _Run:
             yield f"with threshold 0 steps {late} have trained stale samples"
 
     def _evaluations(self, history: list[dict[str, Any]]) -> Iterator[str]:
-        every = self.config["eval"]["every"] * self.config["async"]["sync_steps"]
+        own, k = self.config["eval"], self.config["async"]["sync_steps"]
+        every = own["every_steps"] or own["every"] * k
         rows = [row for row in self.rows if "eval/seconds" in row]
         count = Counter(row["step"] for row in rows)
         if twice := [step for step, times in count.items() if times > 1]:
@@ -286,8 +287,12 @@ class _Run:
                 yield f"the evaluation of step {at} is due: no value, and no line in run.log"
         for row in rows:
             exact = row["eval/oldest_version"] == row["eval/newest_version"]
-            value, mark = row["eval/a/accuracy"], _mark(history, row["step"])
-            if exact and abs(value - mark) > CLOSE:
+            version, step = int(row["eval/oldest_version"]), row["step"]
+            # within a version the engines have those of its first step, or of a resume since
+            made = [step] if not step % k or step == self.steps or step in resumed else []
+            made = made or [version * k, *(one for one in resumed if one // k == version)]
+            marks = [_mark(history, one) for one in made if one]
+            if exact and version and all(abs(row["eval/a/accuracy"] - m) > CLOSE for m in marks):
                 yield f"the evaluation of step {row['step']} is not of these weights"
         files = {int(path.stem[5:]) for path in (self.folder / "evals").glob("step_*.jsonl")}
         moved = any("is taken from" in line for line in self.log)  # a step's copy has no answers

@@ -204,6 +204,7 @@ def test_the_summary_says_how_the_run_ended_and_its_last_values(tmp_path: Path) 
         "steps": 2,
         "seconds": 60.0,
         "run_dir": str(tmp_path),
+        "notes": {},
         "loss/total": 1.0,
         "train/lr": 1.0,
         "log/sink_failures": 0.0,

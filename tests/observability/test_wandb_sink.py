@@ -206,6 +206,22 @@ def test_a_wandb_that_takes_nothing_holds_up_nobody(
     taken.set()
 
 
+def test_a_run_of_the_users_in_this_process_is_not_ended_where_no_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def no_server(**_: Any) -> Any:
+        raise wandb.errors.CommError("timed out")
+
+    monkeypatch.setattr(wandb, "init", no_server)
+    monkeypatch.setattr(wandb, "run", object())
+    monkeypatch.setattr(wandb, "teardown", lambda: pytest.fail("it has ended the user's run"))
+    online = config().log.model_copy(update={"wandb": "online"})
+    with pytest.raises(wandb.errors.CommError):
+        WandbSink(config().model_copy(update={"log": online}), tmp_path).start()
+
+
 def test_what_wandb_makes_of_a_row_is_raised_once(
     tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:

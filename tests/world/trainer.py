@@ -111,20 +111,20 @@ class FakeTrainer:
         return StageReport()
 
 
-class SlowDisk:
-    """A checkpointer that has written a checkpoint only when it is waited for."""
+class Disk:
+    """A checkpointer; a slow one has written a checkpoint only when it is waited for."""
 
     timeout_s = 20.0
 
-    def __init__(self, trainer: FakeTrainer) -> None:
-        self.trainer, self.metrics = trainer, dict[str, float]()
+    def __init__(self, trainer: FakeTrainer, slow: bool) -> None:
+        self.trainer, self.slow, self.metrics = trainer, slow, dict[str, float]()
         self.writing = False
         self.taken: list[int] = []
 
     async def take(self, cut_of: Callable[[Captured], Any]) -> None:
         if not self.writing:
-            self.taken.append(cut_of(await self.trainer.capture()).version)
-        self.writing = True
+            self.taken.append(cut_of(await self.trainer.capture()).step)
+        self.writing = self.slow
 
     async def settled(self) -> None:
         self.writing = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from async_opd.config.sections.section import Count, Name, Section
+from async_opd.config.sections.section import Count, Name, Section, steps_or_versions
 
 FILES = 64
 """Bound of all files with answers of evaluations, as a multiple of ``samples_mib``."""
@@ -15,8 +15,11 @@ FILES = 64
 class EvalConfig(Section):
     """Accuracy on ``data.eval``: before training, every ``every`` weight versions, and after."""
 
-    every: int = Field(default=5, ge=0)
+    every: int | None = Field(default=5, ge=0)
     """Weight versions between two evaluations; 0: only before and after."""
+    every_steps: Count | None = None
+    """Training steps between two evaluations, instead of ``every``. At a step within a version the
+    weights that the engines have are measured, and ``eval/oldest_version`` names them."""
     before: bool = True
     """Also measures the student before training."""
     max_prompts: Count | None = None
@@ -49,6 +52,11 @@ class EvalConfig(Section):
     rollout replicas evaluate beside their rollouts, which may take several versions."""
     teachers: bool = True
     """Also measures each teacher on its own data sources once, before training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_period(cls, given: Any) -> Any:
+        return steps_or_versions(given)
 
     @model_validator(mode="after")
     def _answers_differ(self) -> Self:

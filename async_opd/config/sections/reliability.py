@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_opd.config.paths import is_url
-from async_opd.config.sections.section import Count, Name, Section
+from async_opd.config.sections.section import Count, Name, Section, steps_or_versions
 
 
 class CheckpointConfig(Section):
     """Checkpoints, from which ``--resume`` continues a run. See docs/reliability.md."""
 
-    every: int = Field(default=10, ge=0)
+    every: int | None = Field(default=10, ge=0)
     """Weight versions between two checkpoints; 0: only when a run ends or is interrupted. Training
     goes on while a checkpoint is written; one that is due before it is written is skipped."""
+    every_steps: Count | None = None
+    """Training steps between two checkpoints, instead of ``every``."""
     keep: Count = 2
     """Number of the newest checkpoints that are kept; a run that may roll back keeps two more."""
     keep_best: Name | None = Field(default=None, pattern=r"^eval/.+/accuracy$")
@@ -40,6 +42,11 @@ class CheckpointConfig(Section):
     copied beside training, and from which ``--resume`` takes them on another machine. A run that
     completes waits for its copies as long as for a checkpoint, and fails without them. See
     docs/storage.md."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_period(cls, given: Any) -> Any:
+        return steps_or_versions(given)
 
     @field_validator("mirror")
     @classmethod

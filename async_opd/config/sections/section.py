@@ -32,6 +32,13 @@ Count = Annotated[int, Gt(0), Lt(1 << 31)]
 """A number of steps, samples, tokens, processes or MiB."""
 
 
+def steps_or_versions(given: Any) -> Any:
+    """The keys of a section with ``every`` and ``every_steps``: no default beside the second."""
+    if isinstance(given, dict) and given.get("every_steps") is not None:
+        return {"every": None, **given}
+    return given
+
+
 class Section(BaseModel):
     """A frozen part of the config that refuses unknown keys, infinities and NaN."""
 

@@ -58,11 +58,17 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         ),
         whole_groups=config.reward is not None,
         queue_samples=config.queue.max_samples,
-        evaluation_every=0 if config.eval.replicas or not config.data.eval else config.eval.every,
+        evaluation_every=_evaluation_every(config),
         evaluation_s=plan.evaluation_s,
         outside_s=plan.outside_s,
         least_ranks=least,
     )
+
+
+def _evaluation_every(config: RunConfig) -> int:
+    """Versions between two evaluations on the rollout replicas, which begin after a sync here."""
+    steps = 0 if config.eval.replicas or not config.data.eval else config.steps_between(config.eval)
+    return max(round(steps / config.async_.sync_steps), 1) if steps else 0
 
 
 def least_ranks(config: RunConfig) -> int:

@@ -18,7 +18,7 @@ from async_opd.tools.report.facts import elapsed, tiles_of
 from async_opd.tools.report.page import Section, page, paragraphs, table, text
 from async_opd.tools.report.pool_times import pool_times, steady_rows
 from async_opd.tools.report.recorded_run import RecordedRun
-from async_opd.tools.report.run_charts import ACCURACY, evaluation_lines
+from async_opd.tools.report.run_charts import ACCURACY, evaluation_lines, over
 from async_opd.tools.report.verdict import judge
 
 NO_DIFFERENCE = ("run_dir", "plan", "report")
@@ -137,9 +137,11 @@ def _overlaid(runs: Sequence[RecordedRun], names: Sequence[str], part: str) -> I
         overlay, key = metric.chart.compare, metric.pattern
         if overlay is None or overlay.part != part:
             continue
-        found = [Line(name, run.series(key)) for run, name in zip(runs, names, strict=True)]
-        title, note = overlay.title, f"{key}, step by step."
-        chart = lines(key.replace("/", "-"), title, note, found, y=metric.unit)
+        x, points = over(overlay.x, runs)
+        found = [Line(name, of(key)) for name, of in zip(names, points, strict=True)]
+        how = "step by step" if overlay.x == "step" else "over the time of each run"
+        title, note = overlay.title, f"{key}, {how}."
+        chart = lines(key.replace("/", "-"), title, note, found, x=x, y=metric.unit)
         if chart is not None:
             yield chart
 

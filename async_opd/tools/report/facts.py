@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from async_opd.checks.resources import pools
@@ -13,11 +12,15 @@ from async_opd.observability.terminal import duration
 from async_opd.tools.report.pool_times import mean, steady_rows, total
 from async_opd.tools.report.recorded_run import RecordedRun
 from async_opd.tools.report.verdict import samples_per_s
+from async_opd.tools.report.wall_time import START_UP, WallTime, phases
 
 
 @dataclass(frozen=True)
 class Facts:
-    """``tokens`` are trained response tokens; ``seconds`` is the wall time of the run's parts."""
+    """``tokens`` are trained response tokens; ``seconds`` is the wall time of the run's parts.
+
+    In ``start_up_s`` of them engines and trainer started.
+    """
 
     steps: int
     seconds: float
@@ -27,6 +30,7 @@ class Facts:
     staleness: float
     gpus: int
     dead_letters: int
+    start_up_s: float = 0.0
 
     @property
     def gpu_hours(self) -> float:
@@ -42,10 +46,11 @@ class Facts:
 
 def facts_of(run: RecordedRun) -> Facts:
     """The figures of a run, whether it is over or not."""
-    rows = steady_rows(run)
+    rows, wall = steady_rows(run), WallTime.of(run)
     return Facts(
         steps=run.steps[-1].step if run.steps else 0,
         seconds=elapsed(run),
+        start_up_s=sum(one.seconds for one in phases(run, wall) if one.name == START_UP),
         samples=run.config.train.batch_size * len(run.steps),
         tokens=total(run.steps, "train/response_tokens"),
         samples_per_s=samples_per_s(run, rows) if rows else 0.0,
@@ -74,6 +79,7 @@ def tiles_of(run: RecordedRun) -> list[tuple[str, str]]:
     found = [
         ("steps", f"{facts.steps:,} of {run.config.train.steps:,}"),
         ("wall time", duration(facts.seconds)),
+        ("of it start-up", duration(facts.start_up_s)),
         ("samples trained", f"{facts.samples:,}"),
         ("tokens trained", _short(facts.tokens)),
         ("samples/s", f"{facts.samples_per_s:.3g}"),
@@ -88,22 +94,9 @@ def tiles_of(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def elapsed(run: RecordedRun, until: float = math.inf) -> float:
-    """Seconds that the run took up to a time, since the epoch.
-
-    From each part's start to its last message or row: not the time between two parts.
-    """
-    written = [*(one.time for one in run.messages), *(row.time for row in run.rows)]
-    times = sorted(time for time in written if time <= until)
-    origins = read_origins(run.folder)
-    starts = [  # as messages' times
-        math.floor(origin.time) for origin in origins if origin.time and origin.time <= until
-    ]
-    if not times:
-        return run.summary.seconds if run.summary else 0.0
-    ends = [*(bisect_left(times, start) for start in starts), len(times)]
-    begun = [times[0], *starts]
-    parts = zip(begun, [0, *ends[:-1]], ends, strict=True)
-    return sum(times[last - 1] - since for since, first, last in parts if last > first)
+    """Seconds of the run's parts up to a time, since the epoch."""
+    wall = WallTime.of(run)
+    return wall.at(until) if wall.parts else run.summary.seconds if run.summary else 0.0
 
 
 def _short(count: float) -> str:

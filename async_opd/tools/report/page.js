@@ -20,6 +20,7 @@ function theme() {
       labelColor: soft, titleColor: soft, gridColor: rule, domainColor: rule, tickColor: rule,
       labelFontSize: 12, titleFontSize: 12, titleFontWeight: "normal", labelLimit: narrow.matches ? 130 : 190,
     },
+    text: { color: ink, fontSize: 12 },
     axisX: { grid: false }, axisQuantitative: { tickCount: 5 },
     legend: {
       labelColor: ink, titleColor: soft, labelFontSize: 12, orient: "top", symbolType: "square",

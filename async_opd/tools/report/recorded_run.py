@@ -147,6 +147,10 @@ class RecordedRun:
         """(step, value) of each row that has the metric."""
         return [(row.step, row.values[key]) for row in self._having.get(key, ())]
 
+    def timed(self, key: str) -> list[tuple[float, float]]:
+        """(time since the epoch, value) of each row that has the metric."""
+        return [(row.time, row.values[key]) for row in self._having.get(key, ())]
+
     @cached_property
     def timelines(self) -> tuple[SampleTimeline, ...]:
         """The timelines of the trained samples that the trace follows. OSError."""

@@ -7,12 +7,18 @@ RecordedRun ──metrics by key──► Line … ──charts──► Chart
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 from async_opd.core.uid import TRACED
-from async_opd.observability.metric_catalogue import Part, Plot, expression, plots
+from async_opd.files.lines import MetricsRow
+from async_opd.observability.metric_catalogue import Axis, Part, Plot, expression, plots
+from async_opd.observability.pool_report import POOLS_S
+from async_opd.observability.terminal import duration
 from async_opd.tools.report.charts import (
     Chart,
     Line,
@@ -33,45 +39,91 @@ from async_opd.tools.report.pool_times import (
     pool_times,
     total,
 )
-from async_opd.tools.report.recorded_run import RecordedRun
+from async_opd.tools.report.recorded_run import STEP_S, RecordedRun
 from async_opd.tools.report.sample_timelines import PARTS, WORK, SampleTimeline
 from async_opd.tools.report.verdict import display_name
+from async_opd.tools.report.wall_time import PHASES, START_UP, WallTime, phases
 
 WINDOWS = 60
-"""Points of a pool's shares over time: each is the mean of as many steps as that takes."""
+"""Parts of a pool's shares over time, at most: of about as many seconds each."""
+PARTS_SHOWN = 12
+"""Parts of a run whose phases are drawn: the last ones."""
 ACCURACY = re.compile(r"eval/(.+)/accuracy")
 _SEVERAL = re.compile(r"eval/(.+/(?:pass@(?!1$)|maj@)\d+)")
 _LAG = re.compile(r"staleness/lag_(\d{1,3})")
+Points = Callable[[str], Sequence[tuple[float, float]]]
+"""The points (x, y) of a metric."""
 
 
-def metric_charts(run: RecordedRun, part: Part) -> Iterator[Chart | None]:
-    """The charts that ``observability/metrics.yaml`` has for a part of the page."""
+def metric_charts(run: RecordedRun, part: Part) -> Iterator[Chart]:
+    """The charts that ``observability/metrics.yaml`` has for a part of the page.
+
+    Those that would be the same lines twice are one.
+    """
+    drawn = list[Chart]()
     for plot in plots(part):
-        yield KINDS[plot.kind](run, plot)
+        chart = KINDS[plot.kind](run, plot)
+        same = next((at for at, one in enumerate(drawn) if chart and _alike(one, chart)), None)
+        if chart and same is not None:
+            one = drawn[same]
+            title = f"{one.title}, {chart.title[:1].lower()}{chart.title[1:]}"
+            note = f"{one.note} {chart.note} Both are the same in this run."
+            drawn[same] = replace(one, title=title, note=note)
+        elif chart:
+            drawn.append(chart)
+    yield from drawn
+
+
+def _alike(one: Chart, other: Chart) -> bool:
+    """Whether two charts have the same lines, of the same names, but for the last digits."""
+    values = one.spec["data"]["values"], other.spec["data"]["values"]
+    return (one.columns, len(values[0])) == (other.columns, len(values[1])) and all(
+        a.keys() == b.keys() and all(_close(a[key], b[key]) for key in a)
+        for a, b in zip(*values, strict=True)
+    )
+
+
+def _close(one: Any, other: Any) -> bool:
+    both = isinstance(one, float) and isinstance(other, float)
+    return math.isclose(one, other, rel_tol=1e-6) if both else bool(one == other)
 
 
 def _lines(run: RecordedRun, plot: Plot) -> Chart | None:
-    found = [line for label, keys in plot.lines.items() for line in _line(run, label, keys)]
-    return lines(plot.key, plot.title, plot.note, found, y=plot.y, form=plot.form)
+    x, (points,) = over(plot.x, [run])
+    found = [line for label, keys in plot.lines.items() for line in _line(run, label, keys, points)]
+    return lines(plot.key, plot.title, plot.note, found, x=x, y=plot.y, form=plot.form)
 
 
-def _line(run: RecordedRun, label: str, keys: Sequence[str]) -> list[Line]:
+def over(axis: Axis, runs: Sequence[RecordedRun]) -> tuple[str, list[Points]]:
+    """The title of the axis of steps or of time, and of each run the points of a metric on it."""
+    if axis == "step":
+        return "step", [run.series for run in runs]
+    walls = [WallTime.of(run) for run in runs]
+    unit, size = max(walls, key=lambda wall: wall.seconds).unit
+
+    def points_of(run: RecordedRun, wall: WallTime) -> Points:
+        return lambda key: [(wall.at(time) / size, value) for time, value in run.timed(key)]
+
+    return f"time of the run ({unit})", list(map(points_of, runs, walls))
+
+
+def _line(run: RecordedRun, label: str, keys: Sequence[str], points: Points) -> list[Line]:
     """The lines of the first of the keys, or patterns, that has values."""
     for key in keys:
         sign, pattern = (-1, key[1:]) if key.startswith("-") else (1, key)
-        if drawn := list(_by_name(run, expression(pattern), sign, label)):
+        if drawn := list(_by_name(run, expression(pattern), points, sign, label)):
             return drawn
     return []
 
 
 def _by_name(
-    run: RecordedRun, pattern: re.Pattern[str], sign: int = 1, label: str = ""
+    run: RecordedRun, pattern: re.Pattern[str], points: Points, sign: int = 1, label: str = ""
 ) -> Iterator[Line]:
     """A line for each key that the pattern matches, times ``sign``, named by its first group."""
     for key in sorted(run.keys):
         if found := pattern.fullmatch(key):
             name = found[1] if pattern.groups else label
-            yield Line(name, [(step, sign * value) for step, value in run.series(key)])
+            yield Line(name, [(at, sign * value) for at, value in points(key)])
 
 
 def _accuracies(run: RecordedRun, plot: Plot) -> Chart | None:
@@ -81,7 +133,7 @@ def _accuracies(run: RecordedRun, plot: Plot) -> Chart | None:
 
 def _several_answers(run: RecordedRun, plot: Plot) -> Chart | None:
     """Of ``eval`` only, without pass@1, which is the accuracy."""
-    found = list(_by_name(run, _SEVERAL))
+    found = list(_by_name(run, _SEVERAL, run.series))
     return lines(plot.key, plot.title, plot.note, found, y=plot.y, form=plot.form)
 
 
@@ -129,21 +181,88 @@ KINDS = {
 """How a chart of the table is drawn, by its kind."""
 
 
+def wall_time(run: RecordedRun) -> Iterator[Chart]:
+    """The phases of the run, start-up first; none of a run that has written nothing."""
+    wall = WallTime.of(run)
+    unit, size = wall.unit
+    found = list(phases(run, wall))
+    if not found:
+        return
+    start_s = sum(one.seconds for one in found if one.name == START_UP)
+    several = len(wall.parts) > 1
+    shown = f" The last {PARTS_SHOWN} parts are shown." if len(wall.parts) > PARTS_SHOWN else ""
+    named = [
+        (f"part {one.part}" if several else "the run", one)
+        for one in found
+        if one.part > len(wall.parts) - PARTS_SHOWN
+    ]
+    yield timeline(
+        "wall-time",
+        "Wall time",
+        f"Start-up, until the engines serve, takes {duration(start_s)} of {duration(wall.seconds)} "
+        f"({start_s / wall.seconds:.0%}). The end has the last evaluation, the writing of the "
+        f"student, and steps that a resume has undone.{shown}",
+        [
+            Span(row, one.name, one.name, True, one.begin / size, one.end / size)
+            for row, one in named
+        ],
+        places=PHASES,
+        x=f"time of the run ({unit})",
+        tips={"n": "part", "w": "phase"},
+        columns=("part", "phase", f"begins ({unit})", f"takes ({unit})", "share"),
+        rows=tuple(
+            (
+                *(row, one.name, f"{one.begin / size:.4g}", f"{one.seconds / size:.4g}"),
+                f"{one.seconds / wall.seconds:.0%}",
+            )
+            for row, one in named
+        ),
+    )
+
+
 def pool_charts(run: RecordedRun) -> Iterator[Chart]:
     """How each pool spent its time."""
-    size = -(-len(run.steps) // WINDOWS) or 1
-    windows = [run.steps[at : at + size] for at in range(0, len(run.steps), size)]
-    found = [(rows[-1].step, pool_times(run, rows)) for rows in windows]
+    wall = WallTime.of(run)
+    unit, size = wall.unit
+    found = [
+        (begin / size, end / size, times)
+        for begin, end, rows in _windows(run, wall)
+        if (times := pool_times(run, rows))
+    ]
     for index, pool in enumerate(run.pools if found else ()):
-        shares = [(float(step), times[index].shares) for step, times in found if times]
-        names = [name for name in COLOURED if any(name in share for _, share in shares)]
+        shares = [(begin, end, times[index].shares) for begin, end, times in found]
+        names = [name for name in COLOURED if any(name in share for *_, share in shares)]
         yield shares_over_time(
             f"pool-{index}",
             f"{display_name(pool)}: computing and waiting".capitalize(),
             "Shares of its time. The pool that limits computes nearly all of the time.",
             names,
-            [(step, [share.get(name, 0.0) for name in names]) for step, share in shares],
+            [(begin, end, [of.get(name, 0.0) for name in names]) for begin, end, of in shares],
+            x=f"time of the run ({unit})",
         )
+
+
+def _windows(
+    run: RecordedRun, wall: WallTime
+) -> Iterator[tuple[float, float, Sequence[MetricsRow]]]:
+    """(begin, end, steps) in seconds of the run, each of about as many seconds.
+
+    A window has steps of one part, and ends with a report of the pools if the run has some: the
+    figures of pools are then of just these steps. Steps after a part's last report are left out.
+    """
+    reported = any(POOLS_S in row.values for row in run.steps)
+    least_s = total(run.steps, STEP_S) / WINDOWS
+    for _, part in groupby(run.steps, key=lambda row: wall.part_at(row.time)):
+        rows = list(part)
+        ends = [at for at, row in enumerate(rows) if POOLS_S in row.values or not reported]
+        first, seconds, before = 0, 0.0, 0.0
+        for start, at in pairwise([-1, *ends]):
+            seconds += total(rows[start + 1 : at + 1], STEP_S)
+            if seconds >= least_s or at == ends[-1]:
+                begin = wall.at(rows[first].time - rows[first].values[STEP_S])
+                end = wall.at(rows[at].time)
+                yield max(begin, before), end, rows[first : at + 1]
+                first, seconds, before = at + 1, 0.0, end
 
 
 def sample_timelines(lives: Sequence[SampleTimeline]) -> Iterator[Chart]:

@@ -14,7 +14,6 @@ from async_opd.config.secrets import Redactor
 from async_opd.core.reports import Level
 from async_opd.files.origin import read_origins
 from async_opd.observability.terminal import duration
-from async_opd.tools.report.charts import Chart
 from async_opd.tools.report.facts import tiles_of
 from async_opd.tools.report.page import (
     Section,
@@ -26,7 +25,12 @@ from async_opd.tools.report.page import (
     tiles,
 )
 from async_opd.tools.report.recorded_run import Message, RecordedRun, left_out
-from async_opd.tools.report.run_charts import metric_charts, pool_charts, sample_timelines
+from async_opd.tools.report.run_charts import (
+    metric_charts,
+    pool_charts,
+    sample_timelines,
+    wall_time,
+)
 from async_opd.tools.report.samples import Gallery, answer_sections, token_sections
 from async_opd.tools.report.verdict import Verdict
 
@@ -54,21 +58,18 @@ def report(run: RecordedRun, verdict: Verdict, prediction: str) -> str:
 def sections(run: RecordedRun, verdict: Verdict, prediction: str) -> list[Section]:
     """All sections, in the order of the page."""
     gallery = Gallery(run.folder)
-    pools = [*metric_charts(run, "pools"), *pool_charts(run), *sample_timelines(run.timelines)]
+    pools = [*wall_time(run), *metric_charts(run, "pools"), *pool_charts(run)]
+    pools += sample_timelines(run.timelines)
     return [
         Section("verdict", "Verdict", _verdict(run, verdict, prediction)),
-        Section("learning", "Learning", _evaluated(run), _drawn(metric_charts(run, "learning"))),
-        Section("staleness", "Staleness", "", _drawn(metric_charts(run, "staleness"))),
-        Section("pools", "Pools", "", _drawn(pools)),
+        Section("learning", "Learning", _evaluated(run), tuple(metric_charts(run, "learning"))),
+        Section("staleness", "Staleness", "", tuple(metric_charts(run, "staleness"))),
+        Section("pools", "Pools", "", tuple(pools)),
         *answer_sections(run, gallery),
         *token_sections(run, gallery),
         Section("trouble", "Restarts and dead letters", _trouble(run)),
         Section("reproduce", "Config and how to reproduce", _reproduce(run)),
     ]
-
-
-def _drawn(found: Iterable[Chart | None]) -> tuple[Chart, ...]:
-    return tuple(chart for chart in found if chart is not None)
 
 
 def _verdict(run: RecordedRun, verdict: Verdict, prediction: str) -> str:

@@ -73,7 +73,7 @@ def train(
     config: RunConfig, learner: Learner, steps: range, keep: int = 9, factor: float = 1.0
 ) -> list[dict[str, float]]:
     """Trains steps, with the checkpoints of the config; their metrics."""
-    folder, every = Path(str(config.run_dir)), config.checkpoint.every * config.async_.sync_steps
+    folder, every = Path(str(config.run_dir)), config.steps_between(config.checkpoint)
     store = Checkpoints(folder / "checkpoints", keep)
     metrics = []
     learner.lr_factor = factor

@@ -185,6 +185,21 @@ def test_the_time_between_two_parts_of_a_run_is_no_wall_time(tmp_path: Path) -> 
     assert facts_of(read_recorded_run(folder)).seconds == 50
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_losses_by_source_and_by_teacher_are_one_chart_where_they_are_the_same(
+    same: bool, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    losses = {f"{of}/{name}/loss": 0.5 for of in ("source", "teacher") for name in ("sort", "add")}
+    losses["teacher/add/loss"] += 1e-9 if same else 0.25
+    rows = [{"step": step, "time": 1.0, "perf/step_s": 1.0, **losses} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    titles = [one.title for one in metric_charts(read_recorded_run(folder), "learning")]
+    assert titles == (
+        ["Loss by source, loss by teacher"] if same else ["Loss by source", "Loss by teacher"]
+    )
+
+
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 3)])
 def test_gpus_are_counted_on_the_device_that_the_run_found(
     device: str, gpus: int, tmp_path: Path
@@ -204,20 +219,19 @@ def test_a_million_tokens_cost_the_gpu_hours_that_they_took() -> None:
     assert facts.cost_of_million(None) is None
 
 
-def test_the_shares_of_a_window_of_steps_are_drawn_over_its_steps() -> None:
-    found = shares_over_time("k", "t", "n", ["a", "b"], [(5.0, [1.0, 0.0]), (10.0, [0.25, 0.75])])
-    assert (
-        found.spec["mark"]["interpolate"] == "step-before"
-    )  # a point's share is the one before it
-    ends = [(one["x"], one["y"]) for one in found.spec["data"]["values"] if one["s"] == "a"]
-    assert ends == [(0.0, 1.0), (5.0, 1.0), (10.0, 0.25)]
-    assert [row[0] for row in found.rows] == ["5", "10"]
+def test_the_shares_of_a_window_are_drawn_over_its_time() -> None:
+    found = shares_over_time(
+        "k", "t", "n", ["a", "b"], [(2.0, 5.0, [1.0, 0.0]), (5.0, 9.0, [0.25, 0.75])], x="min"
+    )
+    values = [
+        [one[key] for key in ("s", "x", "x2", "y", "y2")] for one in found.spec["data"]["values"]
+    ]
+    assert values == [["a", 2, 5, 0, 1], ["a", 5, 9, 0, 0.25], ["b", 5, 9, 0.25, 1]]
+    assert found.rows == (("2", "5", "100%", "0%"), ("5", "9", "25%", "75%"))
 
 
 def test_the_mean_staleness_is_drawn_over_the_largest(run: RecordedRun) -> None:
-    (chart,) = (
-        one for one in metric_charts(run, "staleness") if one and one.key == "staleness-steps"
-    )
+    (chart,) = (one for one in metric_charts(run, "staleness") if one.key == "staleness-steps")
     assert chart.spec["layer"][-1]["encoding"]["strokeDash"]["field"] == "s"
     names = dict.fromkeys(one["s"] for one in chart.spec["data"]["values"])
     assert list(names) == ["largest", "mean"]  # the later line is dashed, and drawn on top
