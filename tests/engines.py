@@ -22,10 +22,10 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 EOS = (2,)
 
 
-def kwargs(model: str | Path, workers: int = 1) -> dict[str, Any]:
-    """Arguments of a small CPU engine of so many workers."""
+def kwargs(model: str | Path, workers: int = 1, **settings: Any) -> dict[str, Any]:
+    """Arguments of a small CPU engine of so many workers, with settings of its config section."""
     return engine_kwargs(
-        EngineConfig(),
+        EngineConfig(**settings),
         model=str(model),
         device="cpu",
         tensor_parallel=workers,

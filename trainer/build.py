@@ -40,10 +40,15 @@ def build_learner(
     rank_group: RankGroup = SINGLE_RANK,
 ) -> Learner:
     """The learner of a single rank; with a ``spec``, of the first of several (see build_rank)."""
+    from async_opd.config.sections.loss import cuts
+
     teachers = {name: teacher.weight for name, teacher in config.teachers.items()}
     max_tokens = config.rollout.max_tokens
     weighting = TokenWeighting.of(config.loss, config.reward, max_tokens, teachers)
-    return Learner(build_rank(config, device_name, spec), weighting, rank_group)
+    learner = Learner(build_rank(config, device_name, spec), weighting, rank_group)
+    rollout = config.rollout
+    learner.comparable = not cuts(rollout.top_p, rollout.top_k, rollout.min_p)
+    return learner
 
 
 def build_follower(

@@ -56,14 +56,16 @@ class Follower:
             self._fetched[share.number] = found.micro_batches
         return replace(found, micro_batches=())
 
-    async def backward(self, number: int | None = None, factors: Factors = None) -> BackwardResult:
+    async def backward(
+        self, number: int | None = None, factors: Factors = None, version: int | None = None
+    ) -> BackwardResult:
         """Runs Rank.backward on the batch of this number, or on all that was taken."""
         if number is None:
             given, self._taken = self._taken, []
         else:
             given = list(self._fetched[number])
             self._fetched = {key: v for key, v in self._fetched.items() if key > number}
-        return await self.computing.run(self.rank.backward, given, factors)
+        return await self.computing.run(self.rank.backward, given, factors, version)
 
     async def write(self, folder: str) -> RankFile:
         """See Rank.write; steps go on meanwhile."""

@@ -37,6 +37,7 @@ from trainer.batches.micro_batches import planned as planned_of
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
 from trainer.batches.shares import Plan
 from trainer.batches.token_weights import TokenWeighting
+from trainer.losses.mismatch import mismatch
 from trainer.losses.report import not_finite, step_metrics
 from trainer.notes import drain_notes
 from trainer.rank import Rank
@@ -100,7 +101,9 @@ class Learner:
         most = rank.train.tokens_per_micro_batch
         self._row_tokens = min(most, CPU_ROW_TOKENS) if rank.device.type == "cpu" else most
         self.lr_factor = 1.0  # of the rates of ``train``
-        self.version = 0  # the trainer's weight version in the next step, for records
+        self.version = 0  # the trainer's weight version in the next step
+        self.unchanged = True  # whether no step has changed the weights since they got it
+        self.comparable = True  # whether samples have the probabilities that the student gave
         self._keeping = Keeping(partial(self._on_all_ranks, "keep"))
         self._step = self._skipped = self._consecutive_skips = 0
 
@@ -156,6 +159,7 @@ class Learner:
         started = time.perf_counter()
         rate = learning_rate(self._step, self._train) * self.lr_factor
         plan = replace(plan, factors=self._balancing.factors(plan.headers))
+        unchanged = self.unchanged
         means, norm, fault = self._compute(plan, own, rate, number)
         recorded = self._recorded(fault)
         if fault:
@@ -179,7 +183,8 @@ class Learner:
         metrics |= batch_metrics(plan.headers, self._train.tokens_per_micro_batch)
         notes = drain_notes()
         if self._rank.keeper is not None:
-            kept = self._keeping.keep(self._step, plan.headers, metrics, self.lr_factor, fault)
+            given = plan.headers, metrics, self.lr_factor, fault, unchanged
+            kept = self._keeping.keep(self._step, *given)
             metrics, notes = metrics | kept[0], notes + kept[1]
         return LearnerReport(metrics, fault, notes)
 
@@ -212,7 +217,7 @@ class Learner:
         StageError, without a change of weights, for a loss or gradient norm that is not finite.
         """
         refuse_foreign_tokens(samples, self.vocabularies)
-        started = time.perf_counter()
+        self.unchanged, started = False, time.perf_counter()
         plan = self.plan([sample.header for sample in samples], supervised=True)
         means, norm, fault = self._compute(plan, self._given(plan, samples, images), rate)
         if fault:
@@ -237,12 +242,15 @@ class Learner:
         """
         group = self._rank_group
         try:
-            given = [(number, plan.factors)] * (group.ranks - 1)
+            version = self.version if self.unchanged and self.comparable else None
+            given = [(number, plan.factors, version)] * (group.ranks - 1)
             with dispatched(group, "backward", given) as results:
-                computed = [self._rank.backward(own, plan.factors), *results()]
+                computed = [self._rank.backward(own, plan.factors, version), *results()]
             means = step_metrics([one.sums for one in computed]) | plan.rewards
+            means |= mismatch([one.gaps for one in computed], self._sharing)
             fault = not_finite(means, computed[0].norm)
             means |= memory_metrics(self._on_all_ranks("apply", None if fault else rate))
+            self.unchanged = self.unchanged and bool(fault)
         except BaseException:
             group.mark_broken()
             self._rank.apply(None)
@@ -333,6 +341,7 @@ class Learner:
         refuse_other_frozen(self.model, Shards(Path(folder)).stamp)
         stamp: Stamp = self._on_all_ranks("load", folder)[0]
         self._step, self._balancing.balance = stamp.step, Balance.of(stamp.balance)
+        self.unchanged = False  # samples of its version may be of weights some steps before
         return stamp
 
     def save(self, source: str, directory: str) -> None:

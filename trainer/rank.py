@@ -25,7 +25,9 @@ from trainer.batches.micro_batches import Factors, MicroBatch, scaled
 from trainer.batches.packing import Row, Vocabularies, pack
 from trainer.context import ACROSS, Context
 from trainer.layers import CompiledLayers
+from trainer.losses.base import Tokens
 from trainer.losses.chunked import Head, objective_run
+from trainer.losses.mismatch import Gaps, gaps_of
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, merged, token_sums
 from trainer.notes import note
@@ -63,10 +65,14 @@ Gathered = Literal["weights", "exported"]
 
 @dataclass(frozen=True)
 class BackwardResult:
-    """The rank's ``losses.report.token_sums``; the norm of all ranks' gradients, not clipped."""
+    """The rank's ``losses.report.token_sums``; the norm of all ranks' gradients, not clipped.
+
+    ``gaps`` of the rank's fresh tokens, if it has any.
+    """
 
     sums: dict[str, float]
     norm: float
+    gaps: Gaps | None = None
 
 
 class Rank:
@@ -155,11 +161,14 @@ class Rank:
         if self._on_host:
             park(self._student_loss)
 
-    def backward(self, own: Sequence[MicroBatch], factors: Factors = None) -> BackwardResult:
+    def backward(
+        self, own: Sequence[MicroBatch], factors: Factors = None, version: int | None = None
+    ) -> BackwardResult:
         """Computes the gradient of the sum of all ranks' losses, clipped to ``max_grad_norm``.
 
         It stays until ``apply``, also after an error. ``factors`` by teacher multiply the token
-        weights in the distillation loss; see ``batches.balance``.
+        weights in the distillation loss; see ``batches.balance``. ``version``: that of the weights,
+        by which tokens are fresh; None if a step has changed them since they had it.
         """
         own = scaled(own, factors)
         if self.keeper is not None:
@@ -169,9 +178,10 @@ class Rank:
         if self.sight is not None:
             self.sight.begin([rollout for one in own for rollout in one.rollouts])
         given = reducing_last(self._student_loss, own) if self.reduces_once else own
-        sums = merged([self._backward(one) for one in given])
+        measured: list[tuple[Tokens, Metrics]] = []
+        sums = merged([self._backward(one, version, measured) for one in given])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
-        return BackwardResult(sums, float(full_tensor(norm)))
+        return BackwardResult(sums, float(full_tensor(norm)), gaps_of(measured))
 
     def cost(self, header: Header) -> float:
         """Model FLOPs of a sample: see ``ModelSize.of_sample``."""
@@ -294,9 +304,17 @@ class Rank:
             for _, tensor in adapter_parameters(self.model):
                 full_tensor(tensor.detach())
 
-    def _backward(self, micro_batch: MicroBatch) -> Metrics:
-        """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts."""
-        packed = pack(micro_batch.samples, micro_batch.token_weights)
+    def _backward(
+        self,
+        micro_batch: MicroBatch,
+        version: int | None,
+        measured: list[tuple[Tokens, Metrics]],
+    ) -> Metrics:
+        """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts.
+
+        Adds the tokens, in host memory, and their values to ``measured``.
+        """
+        packed = pack(micro_batch.samples, micro_batch.token_weights, version)
         packed = replace(
             packed, images=images_of(self.sight, micro_batch.rollouts, micro_batch.images)
         )
@@ -315,6 +333,7 @@ class Rank:
         self.tokens += packed.input_ids.numel()
         if not (micro_batch.counts and metrics):
             return {}
+        measured.append((packed.tokens, metrics))
         return token_sums(metrics, there.tokens.owners, packed.owners)
 
     def record(self, step: int, version: int, skipped: str) -> dict[str, float]:

@@ -353,6 +353,9 @@ class TrainerStage:
             if compare and self._held_rows:
                 reference = await self._compute(self._learner.reference, self._held_rows)
                 meta = replace(meta, reference=reference)
+            # samples of a version that was restored may be of weights before the checkpoint's
+            if version > self._version or not self._step:
+                self._learner.unchanged = True
             self._version = version
         if self._turns is not None:
             self._turns.release()

@@ -3,9 +3,12 @@
     truncated    share of responses cut off at ``rollout.max_tokens``
     drift        mean response length over that of the first ``window`` steps
     repetition   share of a response's 8-grams that occurred in it before
+    mismatch     the mean factor between probabilities of engines and trainer under the same weights
+    ess          share of responses that this difference leaves effective, at least its limit
 
 A student whose responses grow until they are cut off, or repeat themselves, is trained on these
-responses; the loss need not show it. Each value is an exponential mean over ``window`` steps.
+responses; the loss need not show it. Each value is an exponential mean over ``window`` steps, those
+of the mismatch over steps that measure it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from async_opd.core.errors import GuardrailExceeded
 if TYPE_CHECKING:
     from async_opd.config.sections.reliability import GuardrailConfig
 
+MISMATCH = {"mismatch": "mismatch/error", "ess": "mismatch/ess"}
+"""Values of precision, and the metrics of those steps that have them."""
 GRAM = 8
 """Tokens of the pieces that ``train/repetition`` looks for twice in a response."""
 
@@ -52,14 +57,15 @@ class Guardrail:
             "truncated": metrics["train/truncated_share"],
             "repetition": metrics["train/repetition"],
             "drift": self._drift(metrics["train/mean_response_tokens"]),
+            **{key: metrics[name] for key, name in MISMATCH.items() if name in metrics},
         }
         share = 2 / (self.config.window + 1)
         before = self.state
-        means = {
+        means = before.means | {
             key: value * share + before.means.get(key, value) * (1 - share)
             for key, value in values.items()
         }
-        exceeded = sorted(key for key, limit in self._limits.items() if means[key] > limit)
+        exceeded = sorted(key for key in means if self._exceeds(key, means[key]))
         self.state = replace(before, means=means, exceeded=tuple(exceeded))
         known = before.exceeded if self.config.mode == "warn" else ()
         return [self._sentence(key) for key in exceeded if key not in known]
@@ -67,12 +73,13 @@ class Guardrail:
     def enforce(self, step: int, findings: Sequence[str]) -> None:
         """GuardrailExceeded if a step has findings and the run may not go on with them."""
         if findings and self.config.mode in ("stop", "roll_back"):
-            raise GuardrailExceeded(
-                step,
-                "; ".join(findings),
-                "lower train.lr or the share of prompts without an end, raise rollout.max_tokens, "
-                "or set guardrail.mode to warn",
-            )
+            remedies = [
+                text
+                for text, known in _REMEDIES.items()
+                if not known.isdisjoint(self.state.exceeded)
+            ]
+            remedy = ", ".join([*remedies, "or set guardrail.mode to warn"])
+            raise GuardrailExceeded(step, "; ".join(findings), remedy)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -86,7 +93,13 @@ class Guardrail:
             "truncated": config.max_truncated_share,
             "repetition": config.max_repetition,
             "drift": config.max_length_drift,
+            "mismatch": config.max_mismatch,
+            "ess": config.min_ess,
         }
+
+    def _exceeds(self, key: str, mean: float) -> bool:
+        limit = self._limits[key]
+        return mean < limit if key == "ess" else mean > limit
 
     def _drift(self, length: float) -> float:
         lengths = self.state.lengths
@@ -101,5 +114,19 @@ class Guardrail:
             "truncated": f"{value:.0%} of the responses are cut off at rollout.max_tokens",
             "repetition": f"{value:.0%} of the responses' {GRAM}-grams repeat earlier ones",
             "drift": f"responses are {value:.1f} times as long as at the start",
+            "mismatch": "engines and trainer give tokens probabilities that differ by a factor of "
+            f"{value:.3g} under the same weights",
+            "ess": f"rounding in the engines leaves {value:.0%} of the responses effective",
         }[key]
         return f"{finding} (guardrail: {self._limits[key]:g})"
+
+
+_REMEDIES = {
+    "lower train.lr or the share of prompts without an end, raise rollout.max_tokens": {
+        *("truncated", "drift", "repetition"),
+    },
+    "take a finer rollout.engine.quantization or none, weigh tokens by loss.importance": {
+        *MISMATCH,
+    },
+}
+"""By what to change, the values that it is for."""

@@ -42,6 +42,10 @@ def _shown(variable: str) -> str:
 
 def quantization(config: RunConfig, student: ModelFiles | None) -> str:
     """The config's key by which the student's engines are quantized; empty if by none."""
+    if config.rollout.engine.quantization is not None:
+        return "rollout.engine.quantization"
+    if config.sync.fake_quantization is not None:
+        return "sync.fake_quantization"
     extra = config.rollout.engine.extra
     overrides = extra.get("hf_overrides")
     given = extra | (overrides if isinstance(overrides, dict) else {})
@@ -303,13 +307,13 @@ class ModelChecks:
 
     def _lengths(self) -> Iterator[int | None]:
         """Tokens of the longest sequence of each engine and server; None if unknown."""
-        for _, engine, files in self._engines():
+        for _, engine, files in self.engines():
             given = max_model_len(engine)
             yield given if files is None else Positions.of(files.config, given).longest
         for key in self.files.keys() - self._engine_keys():
             yield self.files[key].positions
 
-    def _engines(self) -> Iterator[tuple[str, EngineConfig, ModelFiles | None]]:
+    def engines(self) -> Iterator[tuple[str, EngineConfig, ModelFiles | None]]:
         """The config's sections of the run's own engines, their settings and models' files."""
         student = self.files.get("student.model")
         yield "rollout", self.config.rollout.engine, student
@@ -322,7 +326,7 @@ class ModelChecks:
 
     def heads(self) -> None:
         """Checks that no quantized head is to compute float32: vLLM refuses its first logits."""
-        for section, engine, files in self._engines():
+        for section, engine, files in self.engines():
             quantization = files and files.config.get("quantization_config")
             quantized = isinstance(quantization, dict) and quantization.get("lm_head") is True
             if quantized and engine.head_dtype == "float32":
@@ -352,7 +356,7 @@ class ModelChecks:
 
     def positions(self) -> None:
         """Checks that engines stay within their models' positions, and do not alter the student."""
-        for section, engine, files in self._engines():
+        for section, engine, files in self.engines():
             found = files and Positions.of(files.config, max_model_len(engine))
             if found and found.fault:
                 most = f"at most {found.original}"

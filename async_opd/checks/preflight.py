@@ -17,6 +17,7 @@ from async_opd.checks.gpu_memory import faults
 from async_opd.checks.images.families import check_families
 from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
 from async_opd.checks.models import ModelChecks
+from async_opd.checks.precision import check_precision
 from async_opd.checks.resources import (
     gpu_count,
     misplaced,
@@ -50,7 +51,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
 from async_opd.files.remote import RemoteFile
-from async_opd.models.engine_args import Device
+from async_opd.models.engine_args import Device, lowest_capability
 from async_opd.models.families import refused as refused_family
 from async_opd.models.hub import with_cached, without_code
 from async_opd.models.model_files import ModelError, is_hub_id
@@ -114,6 +115,8 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     check_routing(config, device, student, found)
     data.renders = check_templates(config, models.files, found)
     check_shared_rows(config, student, found)
+    known = device == "cuda" and not config.cluster.joins
+    check_precision(models, device, lowest_capability() if known else None, found)
     _hardware(config, found, models, device, gpus)
     graders = {"eval": ("eval.grader", config.eval.grader)}
     if config.reward is not None:

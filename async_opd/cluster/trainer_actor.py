@@ -41,15 +41,19 @@ def build_trainer(
 ) -> TrainerStage:
     """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
     from trainer.build import build_learner
+    from trainer.student.fake_quantization import fake_quantized
     from trainer.student.reference import rows_to_compare
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
     learner = build_learner(config, device, spec, rank_group)
+    scheme = config.sync.fake_quantization
     batcher = build_batcher(config, queue)
     return TrainerStage(
         learner,
         Publisher(
-            partial(learner.named_weights, copied=False),
+            partial(learner.named_weights, copied=False)
+            if scheme is None
+            else lambda: fake_quantized(learner.named_weights(copied=False), scheme),
             lambda: _transport(config, device),
             digests=config.sync.verify_every > 0,
             chunk_bytes=config.sync.chunk_mib << 20,

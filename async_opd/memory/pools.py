@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from async_opd.config.device_defaults import recomputation, reduces_once
+from async_opd.config.precision import Scheme
 from async_opd.config.registry import THROUGH_HOST
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import score_kind
@@ -66,14 +67,24 @@ PADDING = 64
 such a module is complete only when everything has come."""
 
 
-def reload_bytes(size: ModelSize, itemsize: int, parallel: int, chunk: int | None) -> int:
+def reload_bytes(
+    size: ModelSize,
+    itemsize: int,
+    parallel: int,
+    chunk: int | None,
+    scheme: Scheme | None = None,
+) -> int:
     """The peak on each of ``parallel`` GPUs of an engine, for entries of ``itemsize`` bytes.
 
     Weights come to the GPU in messages of ``chunk`` bytes, or of one larger tensor; None: they come
-    through host memory, and the GPU only has the module.
+    through host memory, and the GPU only has the module. With a ``scheme`` the module is quantized
+    from its entries, which are there beside until it is.
     """
     table = itemsize * size.vocabulary * size.hidden
     made_of_table, modules = table // parallel, _modules(size, itemsize, parallel)
+    if scheme is not None:
+        beside = 1 + scheme.nbytes / itemsize
+        modules = [(given, int(made * beside)) for given, made in modules]
     if chunk is None:
         return max(made_of_table, *(made for _, made in modules))
     layers = max(map(sum, modules)) + chunk
@@ -309,7 +320,8 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
     """
     pool, model = engine_section(config, name)
     parallel = pool.tensor_parallel
-    weights = machine.sizes(model).engine_bytes(engine_dtype(pool.engine, machine.device))
+    dtype, scheme = engine_dtype(pool.engine, machine.device), pool.engine.scheme
+    weights = machine.sizes(model).engine_bytes(dtype, scheme)
     host = {"process": ENGINE_PROCESS}
     if is_vision_model(model):
         host["image cache"] = ((config.data.image_cache_mib << 20) + KEPT_BYTES) // parallel
@@ -364,13 +376,14 @@ def _load(config: RunConfig, name: str, machine: Machine) -> int:
     pool, model = engine_section(config, name)
     size, dtype = machine.sizes(model), engine_dtype(pool.engine, machine.device)
     itemsize, on_gpu = (4 if dtype == "float32" else 2), config.sync_backend not in THROUGH_HOST
+    scheme = pool.engine.scheme
     if teacher is not None:
-        return reload_bytes(size, itemsize, pool.tensor_parallel, None)
+        return reload_bytes(size, itemsize, pool.tensor_parallel, None, scheme)
     lora = config.train.lora
     if lora is not None and lora.sync == "adapter":  # buffers, and their tensors
         return 2 * _snapshot(config, step_of(config, machine), machine.device) if on_gpu else 0
     chunk = config.sync.chunk_mib << 20 if on_gpu else None
-    return reload_bytes(size, itemsize, pool.tensor_parallel, chunk)
+    return reload_bytes(size, itemsize, pool.tensor_parallel, chunk, scheme)
 
 
 def engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | EngineTeacher, str]:
@@ -393,9 +406,7 @@ def cache_tokens(config: RunConfig, name: str, machine: Machine, nbytes: int) ->
 def bytes_of_a_token(config: RunConfig, name: str, machine: Machine) -> list[int]:
     """Bytes of a token's keys and values in each layer, on each GPU of an engine."""
     pool, model = engine_section(config, name)
-    itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
-    if str(pool.engine.extra.get("kv_cache_dtype", "auto")).startswith("fp8"):
-        itemsize = 1
+    itemsize = pool.engine.cache_itemsize(engine_dtype(pool.engine, machine.device))
     numbers = cached_numbers(machine.sizes(model), pool.tensor_parallel)
     return [itemsize * each for each in numbers]
 

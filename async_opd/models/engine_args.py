@@ -66,6 +66,10 @@ def engine_kwargs(
         kwargs["distributed_executor_backend"] = "mp"
     if engine.max_model_len is not None:
         kwargs["max_model_len"] = engine.max_model_len
+    if engine.quantization is not None:
+        kwargs["quantization"] = engine.quantization
+    if engine.kv_cache_dtype != "auto":
+        kwargs["kv_cache_dtype"] = engine.kv_cache_dtype
     given = dict(engine.extra)
     if isinstance(given.get("hf_overrides"), dict):
         given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
@@ -106,10 +110,11 @@ def _device_kwargs(engine: EngineConfig, device: Device, sleeps: bool) -> dict[s
 
 
 def engine_dtype(engine: EngineConfig, device: Device) -> str:
-    """The dtype of an engine's weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    """The dtype of an engine's weights, before they are quantized; see ``EngineConfig.dtype``."""
     dtype = str(engine.extra.get("dtype", engine.dtype))
     if dtype == "auto":
-        return "bfloat16" if device == "cuda" else "float32"
+        half = device == "cuda" or engine.quantization is not None
+        return "bfloat16" if half else "float32"
     return dtype
 
 
@@ -127,17 +132,27 @@ def smallest_gpu() -> int | None:
     The total of nvidia-smi and NVML contains the driver's reserve: of an
     H100 of 80 GB about 0.5 GiB. CUDA's total, of which vLLM takes an engine's share, does not.
     """
-    query = ["nvidia-smi", "--query-gpu=memory.total,memory.reserved"]
-    query.append("--format=csv,noheader,nounits")
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    pairs = [line.split(", ") for line in listed.stdout.splitlines()]
+    pairs = [line.split(", ") for line in _of_each_gpu("memory.total,memory.reserved")]
     known = [
         [int(mib) if mib.isdigit() else 0 for mib in pair] for pair in pairs if pair[0].isdigit()
     ]
     return min((total - sum(reserved) << 20 for total, *reserved in known), default=None)
+
+
+def lowest_capability() -> int | None:
+    """The lowest compute capability of this machine's GPUs, times 10; None if it is not known."""
+    found = [line.replace(".", "") for line in _of_each_gpu("compute_cap")]
+    return min((int(one) for one in found if one.isdigit()), default=None)
+
+
+def _of_each_gpu(fields: str) -> list[str]:
+    """A line of nvidia-smi for each GPU; none if it does not answer."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return listed.stdout.splitlines()
 
 
 def fitted(kwargs: dict[str, Any], beside: int | None, total: Callable[[], int]) -> dict[str, Any]:

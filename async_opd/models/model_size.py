@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from safetensors import safe_open
 
@@ -19,6 +19,9 @@ from async_opd.core.errors import in_words
 from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError, layers_of
 from async_opd.models.tokenizer import text_settings
+
+if TYPE_CHECKING:
+    from async_opd.config.precision import Scheme
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Stored types that an engine casts to its own; others (quantized weights) it keeps."""
@@ -240,9 +243,22 @@ class ModelSize:
         """Bytes of the head's weight in ``dtype``."""
         return self.vocabulary * self.hidden * (4 if dtype == "float32" else 2)
 
-    def engine_bytes(self, dtype: str) -> int:
-        """Bytes of its weights in an engine that computes in ``dtype``."""
-        return self.floats * (4 if dtype == "float32" else 2) + self.others
+    def engine_bytes(self, dtype: str, scheme: Scheme | None = None) -> int:
+        """Bytes of its weights in an engine that computes in ``dtype``, quantized by a ``scheme``.
+
+        Norms count as quantized, and vision parts as not.
+        """
+        itemsize = 4 if dtype == "float32" else 2
+        whole = self.floats * itemsize + self.others
+        if scheme is None:
+            return whole
+        quantized = self.layers * (self.expert_entries if scheme.experts else self.block)
+        return whole - int(quantized * (itemsize - scheme.nbytes))
+
+    @property
+    def expert_entries(self) -> int:
+        """Entries of the experts of a layer; 0 without a mixture."""
+        return self.experts * self.inner * self.hidden * (3 if self.gated else 2)
 
 
 def power_of_two(number: int) -> int:

@@ -1,11 +1,14 @@
-"""Settings of a quantization that is taken are numbers and names: vLLM imports nothing by them."""
+"""vLLM's quantization: its settings import nothing; the table of online schemes is vLLM's own."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+
+from async_opd.config.precision import CACHES_ON_CPU, NEWEST, SCHEMES
 
 
 def test_the_type_of_a_transform_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +33,95 @@ def test_the_type_of_a_transform_is_not_imported(monkeypatch: pytest.MonkeyPatch
     layer = torch.nn.Linear(2, 2)
     inputs, _ = linear.get_linear_transform_schemes(layer, "a.q_proj", made.transform_config, {})
     assert inputs[0].scheme.type == "/x.py:T"
+
+
+def test_the_schemes_are_those_that_vllm_has_short_names_for() -> None:
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    assert {*SCHEMES, "online"} == set(ONLINE_QUANT_SHORTHAND_NAMES)
+
+
+def test_schemes_of_experts_quantize_no_other_layer() -> None:
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+
+    found = {name for name, scheme in _ONLINE_SHORTHANDS.items() if scheme.linear is None}
+    assert found == {name for name, scheme in SCHEMES.items() if scheme.experts}
+
+
+def test_no_scheme_has_a_kernel_below_vllms_lowest_capability() -> None:
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    lowest = OnlineQuantizationConfig.get_min_capability()
+    assert min(scheme.capabilities.start for scheme in SCHEMES.values()) == lowest
+
+
+@pytest.mark.parametrize("scheme", ["fp8_per_tensor", "fp8_per_block", "mxfp8", "mxfp4"])
+def test_marlin_is_the_kernel_of_the_lowest_capability(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4, marlin_utils_fp8
+    from vllm.platforms import PlatformEnum
+
+    tables: dict[str, Any] = {
+        "fp8_per_tensor": linear._POSSIBLE_FP8_KERNELS,
+        "fp8_per_block": linear._POSSIBLE_FP8_BLOCK_KERNELS,
+        "mxfp8": linear._POSSIBLE_MXFP8_KERNELS,
+        "mxfp4": linear._POSSIBLE_MXFP4_KERNELS,
+    }
+    names = [kernel.__name__ for kernel in tables[scheme][PlatformEnum.CUDA]]
+    assert any(name.startswith("Marlin") for name in names)
+
+    class Gpu:
+        capability = 0
+
+        def is_cuda(self) -> bool:
+            return True
+
+        def has_device_capability(self, wanted: int) -> bool:
+            return wanted <= self.capability
+
+    gpu = Gpu()
+    utils = marlin_utils_fp4 if scheme == "mxfp4" else marlin_utils_fp8
+    supported = getattr(utils, f"is_{'fp4' if scheme == 'mxfp4' else 'fp8'}_marlin_supported")
+    monkeypatch.setattr(utils, "current_platform", gpu)
+    found = []
+    for gpu.capability in (70, 75, 80, 89, 90, 100, 120):
+        found.append((gpu.capability, supported()))
+    known = SCHEMES[scheme].capabilities  # type: ignore[index]
+    assert found == [(capability, capability in known) for capability, _ in found]
+
+
+def test_channels_of_float8_need_a_kernel_that_quantizes_activations() -> None:
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+
+    source = inspect.getsource(Fp8PtpcOnlineLinearMethod.create_weights)
+    assert "Requires SM89+" in source
+    assert SCHEMES["fp8_per_channel"].capabilities == range(89, NEWEST)
+
+
+def test_nvfp4_is_of_one_family_of_gpus() -> None:
+    from vllm.model_executor.layers.quantization.online.nvfp4 import Nvfp4OnlineMoEMethod
+
+    source = inspect.getsource(Nvfp4OnlineMoEMethod.__init__)
+    assert "is_device_capability_family(100)" in source
+    assert SCHEMES["nvfp4_per_token"].capabilities == range(100, 110)
+
+
+def test_caches_on_a_cpu_are_those_of_its_attention() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert set(CPUAttentionBackend.supported_kv_cache_dtypes) == CACHES_ON_CPU
+
+
+@pytest.mark.parametrize("table", ["FP8_BLOCK", "MXFP8", "MXFP4"])
+def test_vllm_has_no_kernel_for_other_schemes_on_a_cpu_without_amx(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    kernels = getattr(linear, f"_POSSIBLE_{table}_KERNELS").get(PlatformEnum.CPU, [])
+    assert not any(kernel.is_supported(None)[0] for kernel in kernels)
+    assert [name for name, scheme in SCHEMES.items() if scheme.on_cpu] == ["fp8_per_channel"]

@@ -162,10 +162,60 @@ def test_weights_of_sleeping_engines_are_pinned_too() -> None:
     assert asleep == int(2 * 4 * BILLION * SIZES["large table"].pinned())
 
 
-def test_a_quantized_cache_holds_more_tokens() -> None:
-    small = {"engine": {"extra": {"kv_cache_dtype": "fp8"}}}
+@pytest.mark.parametrize(
+    "engine", [{"kv_cache_dtype": "fp8"}, {"extra": {"kv_cache_dtype": "fp8_e5m2"}}]
+)
+def test_a_quantized_cache_holds_more_tokens(engine: dict[str, Any]) -> None:
+    small = {"engine": engine}
     halves = [
         cache_tokens(config(rollout=rollout), "rollout", ON_GPUS, 1 << 30)
         for rollout in ({}, small)
     ]
     assert halves[1] // halves[0] == 2
+
+
+def test_a_cache_of_bfloat16_is_half_of_float32s() -> None:
+    engines = [{"dtype": "float32"}, {"dtype": "float32", "kv_cache_dtype": "bfloat16"}]
+    tokens = [
+        cache_tokens(config(rollout={"engine": engine}), "rollout", ON_GPUS, 1 << 30)
+        for engine in engines
+    ]
+    assert tokens[1] // tokens[0] == 2
+
+
+def weights(engine: dict[str, Any], model: str = "dense") -> int:
+    made = config(model, rollout={"engine": engine})
+    return memory_of(made, "rollout", ON_GPUS).gpu["weights"]
+
+
+@pytest.mark.parametrize("engine", [{}, {"extra": {"quantization": "gptq_marlin"}}])
+def test_weights_that_no_scheme_quantizes_have_two_bytes(engine: dict[str, Any]) -> None:
+    assert weights(engine) == 8 * BILLION
+
+
+@pytest.mark.parametrize(
+    ("scheme", "nbytes"), [("fp8_per_block", 1 + 4 / 128**2), ("mxfp4", 1 / 2 + 1 / 32)]
+)
+def test_the_layers_of_a_quantized_engine_are_smaller(scheme: str, nbytes: float) -> None:
+    layers = 36 * SIZE.block
+    expected = 2 * (4 * BILLION - layers) + layers * nbytes
+    assert weights({"quantization": scheme}) == pytest.approx(expected, abs=2)
+    assert weights({"extra": {"quantization": scheme}}) == pytest.approx(expected, abs=2)
+
+
+def test_schemes_of_experts_leave_all_else() -> None:
+    experts = 36 * 128 * 3 * 768 * 2560
+    expected = 2 * 4 * BILLION - experts * (2 - 1.01)
+    found = weights({"quantization": "int8_per_channel_weight_only"}, "mixture")
+    assert found == pytest.approx(expected, abs=2)
+
+
+def test_a_load_of_quantized_weights_has_both_forms_of_a_module() -> None:
+    plain, quantized = (
+        load("rollout", config(rollout={"engine": engine}, sync={"backend": "shared_memory"}))
+        for engine in ({}, {"quantization": "fp8_per_block"})
+    )
+    module = 2 * 2 * 9728 * 2560
+    table = 2 * 151_936 * 2560
+    assert plain == max(table, module)
+    assert quantized == max(table, int(module * (1.5 + 2 / 128**2)))

@@ -42,6 +42,7 @@ def overrides(device: Device, **settings: Any) -> Any:
         ({}, "cuda", "bfloat16"),
         ({"dtype": "float16"}, "cuda", "float16"),
         ({"dtype": "float16", "extra": {"dtype": "float32"}}, "cuda", "float32"),
+        ({"quantization": "fp8_per_channel"}, "cpu", "bfloat16"),
     ],
 )
 def test_the_dtype_of_an_engines_weights(
@@ -52,6 +53,32 @@ def test_the_dtype_of_an_engines_weights(
         engine, model="m", device=device, tensor_parallel=1, seed=0, trust_remote_code=False
     )
     assert engine_dtype(engine, device) == arguments["dtype"] == expected
+
+
+def test_the_keys_of_precision_are_vllms() -> None:
+    given = EngineConfig(quantization="fp8_per_channel", kv_cache_dtype="fp8")
+    found = arguments("cpu", given)
+    assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8_per_channel", "fp8")
+    assert {"quantization", "kv_cache_dtype"}.isdisjoint(arguments("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quantization": "mxfp8", "dtype": "float32"}, "bfloat16 and float16 only"),
+        ({"quantization": "mxfp8", "extra": {"dtype": "float32"}}, "bfloat16 and float16 only"),
+        (
+            {"quantization": "mxfp8", "extra": {"quantization": "fp8"}},
+            "'quantization' is set twice",
+        ),
+        ({"kv_cache_dtype": "fp8", "extra": {"kv_cache_dtype": "fp8"}}, "is set twice"),
+    ],
+)
+def test_keys_of_precision_that_contradict_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(**settings)
 
 
 def test_logits_of_a_gpus_engine_are_float32() -> None:

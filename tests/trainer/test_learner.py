@@ -419,7 +419,7 @@ async def test_a_follower_computes_all_that_it_has_taken_once() -> None:
     computed: list[list[str]] = []
 
     class Kept:
-        def backward(self, parts: list[str], factors: Any) -> BackwardResult:
+        def backward(self, parts: list[str], *given: Any) -> BackwardResult:
             computed.append(parts)
             return BackwardResult({}, 0.0)
 
@@ -438,7 +438,7 @@ async def test_a_follower_computes_the_batch_of_the_number_and_lets_earlier_ones
     computed: list[Any] = []
 
     class Kept:
-        def backward(self, parts: Any, factors: Any) -> BackwardResult:
+        def backward(self, parts: Any, *given: Any) -> BackwardResult:
             computed.append(parts)
             return BackwardResult({}, 0.0)
 

@@ -578,6 +578,34 @@ def test_a_fresh_sample_has_importance_one_at_any_temperature() -> None:
     assert metrics["rollout_gap"].max() < 1e-12
 
 
+FRESH = torch.tensor([True, False, True, False, False, True])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("tail", SUPPORTS)
+def test_exact_weights_of_fresh_tokens_are_one_and_others_are_as_configured(
+    tail: Tail | None, exact: bool
+) -> None:
+    x = case()
+    x = replace(x, tokens=replace(x.tokens, fresh=FRESH))
+    weights = ratio(x, 1.0).detach().clamp_max(1.1)
+    weights = torch.where(FRESH, 1.0, weights) if exact else weights
+    wanted = (weights * divergences("reverse_kl", x, tail, x.logits)).sum()
+    objective = Objective(term(ReverseKL(), tail), importance_cap=1.1, exact_when_fresh=exact)
+    loss, metrics = run(objective, for_support(x, tail))
+    ours, theirs = gradients(loss, wanted, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    assert torch.allclose(metrics["importance_weight"], weights, atol=1e-12)
+    assert torch.allclose(metrics["importance"], ratio(x, 1.0), atol=1e-12), "it is measured as is"
+    assert not (exact and metrics["truncated"][FRESH].any())
+
+
+def test_the_config_says_which_weights_fresh_tokens_have() -> None:
+    settings = {"kind": "k1", "importance_when_fresh": "exact"}
+    assert build_objective(K1Config.model_validate(settings)).exact_when_fresh
+    assert not build_objective(K1Config(kind="k1")).exact_when_fresh
+
+
 def test_a_ratio_beyond_float32_is_truncated_like_any_other() -> None:
     x = case(n=2)
     tokens = replace(x.tokens, rollout_logprobs=torch.tensor([-1e3, -0.5]))

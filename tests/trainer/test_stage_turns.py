@@ -16,6 +16,7 @@ from trainer.stage import TrainerStage
 class Learner:
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.unchanged = True
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> dict[str, Any]:
@@ -121,3 +122,35 @@ async def test_a_restore_is_made_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> N
     await asyncio.wait_for(made.take_turn("rollout"), 5)
     await asyncio.wait_for(work, 5)
     assert learner.done == ["onload", "restore", "offload"]
+
+
+async def test_samples_of_a_restored_version_may_be_of_other_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, learner = stage()
+    monkeypatch.setattr("trainer.saving.sample_file.read_scored", lambda folder: ())
+    monkeypatch.setattr(made._learner, "restore", restored(learner))
+    monkeypatch.setattr(made._batcher, "hold", lambda samples: None, raising=False)
+    work = asyncio.create_task(made.restore("checkpoint"))
+    await asyncio.wait_for(made.wait_for_work("rollout"), 5)
+    await asyncio.wait_for(made.take_turn("rollout"), 5)
+    await asyncio.wait_for(work, 5)
+    learner.unchanged = False  # as Learner.restore sets it
+    found = []
+    for version in (1, 2):
+        snapshot = asyncio.create_task(made.snapshot(version))
+        await asyncio.wait_for(made.wait_for_work("rollout"), 5)
+        await asyncio.wait_for(made.take_turn("rollout"), 5)
+        await asyncio.wait_for(snapshot, 5)
+        found.append(learner.unchanged)
+    assert found == [False, True]
+
+
+async def test_samples_of_the_first_version_are_of_the_weights_that_were_sent() -> None:
+    made, learner = stage()
+    learner.unchanged = False  # a cold start's steps
+    snapshot = asyncio.create_task(made.snapshot(0))
+    await asyncio.wait_for(made.wait_for_backlog("rollout"), 5)
+    await asyncio.wait_for(made.take_turn("rollout"), 5)
+    await asyncio.wait_for(snapshot, 5)
+    assert learner.unchanged

@@ -268,7 +268,7 @@ def test_samples_of_one_teacher_lie_side_by_side(monkeypatch: pytest.MonkeyPatch
     made = learner({name: head_of(model, name) for name in "ab"}, JSDConfig(kind="jsd"))
     seen: list[Any] = []
 
-    def kept(_: Rank, parts: Any, factors: Any) -> BackwardResult:
+    def kept(_: Rank, parts: Any, *given: Any) -> BackwardResult:
         seen.append(parts)
         return BackwardResult({}, 0.0)
 

@@ -152,9 +152,14 @@ def refuse_foreign_tokens(samples: Sequence[Sample], vocabularies: Vocabularies)
                 )
 
 
-def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None = None) -> Packed:
+def pack(
+    samples: Sequence[Sample],
+    token_weights: Sequence[TokenWeight] | None = None,
+    version: int | None = None,
+) -> Packed:
     """Concatenates samples; without ``token_weights``, every token weighs 1 and there is no reward.
 
+    Responses that were sampled under ``version`` alone are fresh; for None, no response is.
     TypeError unless all have the same kind of scores.
     """
     ids, positions, rows = [], [], []
@@ -166,7 +171,7 @@ def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None 
         rows.append(start + indices(rollout.rows))
         start += rollout.tokens
     refuse_mixed_scores(type(sample.scores).__name__ for sample in samples)
-    tokens = _tokens(samples, token_weights or [TokenWeight()] * len(samples))
+    tokens = _tokens(samples, token_weights or [TokenWeight()] * len(samples), version)
     return Packed(
         **vars(Row.of(ids, positions)),
         rows=_tensor(rows, np.int64),
@@ -191,12 +196,15 @@ def _experts(samples: Sequence[Sample]) -> torch.Tensor | None:
     return _tensor([part for experts in some for part in (experts, last)], np.int64)
 
 
-def _tokens(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> Tokens:
+def _tokens(
+    samples: Sequence[Sample], token_weights: Sequence[TokenWeight], version: int | None
+) -> Tokens:
     """The fields of Tokens that do not depend on the scores."""
     rollouts = [sample.rollout for sample in samples]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
     indices_of = _owners(samples)
     owners = [indices_of[one.prompt.teacher, one.prompt.data_source] for one in rollouts]
+    fresh = [{span.version for span in one.version_spans} == {version} for one in rollouts]
     advantages, reward_weights = None, None
     if all(one.advantage is not None for one in token_weights):
         advantages = _repeated([one.advantage or 0.0 for one in token_weights], lengths)
@@ -209,6 +217,7 @@ def _tokens(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> 
         reward_weights=reward_weights,
         response_starts=torch.from_numpy(np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)),
         owners=torch.from_numpy(np.repeat(np.asarray(owners, dtype=np.int32), lengths)),
+        fresh=torch.from_numpy(np.repeat(np.asarray(fresh, dtype=bool), lengths)),
     )
 
 

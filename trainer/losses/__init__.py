@@ -39,6 +39,7 @@ def build_objective(
         _term(loss),
         importance_cap=loss.importance_cap if corrects(loss) else None,
         weighs_responses=loss.importance == "sequence",
+        exact_when_fresh=loss.importance_when_fresh == "exact",
         surrogate=None
         if reward is None
         else ClippedSurrogate(reward.clip_low, reward.clip_high, reward.dual_clip),

@@ -122,8 +122,9 @@ class Tokens:
     response, ``response_log_ratios`` float64 [N] log q/mu of that whole response
     (``responses.py``). Where several ranks share a micro-batch, ``of`` is the number of its tokens
     on all of them, and ``response_starts`` counts in these. ``owners`` int32 [N] are indices in
-    ``Packed.owners``, for metrics. ``recorded`` where rows are recorded (``trainer.recording``).
-    Of the teacher: ``teacher_logprobs``
+    ``Packed.owners``, for metrics. ``fresh`` bool [N]: the whole response was sampled under the
+    weights that are trained (``losses.mismatch``). ``recorded`` where rows are recorded
+    (``trainer.recording``). Of the teacher: ``teacher_logprobs``
     [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
     ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N], the logarithm of the mass
     outside of it; or ``teacher_states``, which cover all rows in order.
@@ -142,6 +143,7 @@ class Tokens:
     response_starts: torch.Tensor | None = None
     response_log_ratios: torch.Tensor | None = None
     owners: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
     of: int | None = None
     recorded: Recorded | None = None
 

@@ -25,6 +25,8 @@ from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import Metrics, Term
 from trainer.recording.rows import STUDENT, TEACHER
 
+LOG_RATIO = "log_ratio"
+"""Name of log q - log mu of each token in nats, at the rollouts' temperature."""
 MAX_LOG_RATIO = 80.0
 """Largest log-ratio, in nats: float32 overflows at exp(88), and no metric may be infinite."""
 
@@ -34,13 +36,15 @@ class Objective:
     """Computes the losses of a tile of rows and overwrites the rows by their gradient.
 
     ``importance_cap`` None: no importance weights. ``weighs_responses``: one importance weight for
-    all tokens of a response, from ``Tokens.response_log_ratios``. ``surrogate`` None: no reward.
+    all tokens of a response, from ``Tokens.response_log_ratios``. ``exact_when_fresh``: that of
+    ``Tokens.fresh`` is 1. ``surrogate`` None: no reward.
     """
 
     term: Term
     _: KW_ONLY
     importance_cap: float | None = None
     weighs_responses: bool = False
+    exact_when_fresh: bool = False
     surrogate: ClippedSurrogate | None = None
     temperature: float = 1.0
 
@@ -73,6 +77,7 @@ class Objective:
             STUDENT: opened.log_sampled,
             TEACHER: opened.teacher_sampled,
             "importance": ratio,
+            LOG_RATIO: log_ratio,
             **opened.metrics,
         }
         cap = self.importance_cap
@@ -81,6 +86,8 @@ class Objective:
             if self.weighs_responses:  # q/mu of each token's whole response
                 assert tokens.response_log_ratios is not None
                 weight = tokens.response_log_ratios.clamp_max(MAX_LOG_RATIO).exp().to(ratio)
+            if self.exact_when_fresh and tokens.fresh is not None:
+                weight = torch.where(tokens.fresh, 1.0, weight)
             metrics["truncated"] = weight > cap
             metrics["importance_weight"] = weight = weight.clamp_max(cap)
             factor = factor * weight

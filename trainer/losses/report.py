@@ -34,6 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from trainer.losses.objective import LOG_RATIO
 from trainer.losses.terms import Metrics as Metrics
 from trainer.recording.rows import STUDENT, TEACHER, TOP
 
@@ -57,8 +58,8 @@ OF_TEACHERS = {
 """Values of tokens whose mean over the tokens of each teacher is a metric, and its name."""
 OF_SOURCES = {"distillation": "loss"}
 """The same of each data source."""
-UNLOGGED = frozenset({STUDENT, TEACHER, *TOP})
-"""Values of tokens that are for records only."""
+UNLOGGED = frozenset({STUDENT, TEACHER, LOG_RATIO, *TOP})
+"""Values of tokens that are for records and ``losses.mismatch`` only."""
 SPARSE = "topk_overlap"
 """The value that some tokens have only, and that is NaN for all others."""
 

@@ -183,13 +183,15 @@ class Keeping:
         metrics: Mapping[str, float],
         lr_factor: float,
         skipped: str,
+        unchanged: bool = False,
     ) -> tuple[dict[str, float], tuple[str, ...]]:
         """Further metrics of the step, and lines for the run's log."""
         started = time.perf_counter()
         answers: Sequence[Kept] = ()
         if not self._ended:
             quantities = quantities_of(metrics)
-            result = StepResult(step, self._part, tuple(headers), quantities, lr_factor, skipped)
+            given = tuple(headers), quantities, lr_factor, skipped, unchanged
+            result = StepResult(step, self._part, *given)
             answers = self._on_all_ranks(result)
         faults = {one.fault: one.ended for one in answers if one.fault}
         self._ended = self._ended or any(faults.values())

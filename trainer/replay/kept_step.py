@@ -47,7 +47,8 @@ class StepResult:
     ``quantities`` are its metrics that depend on nothing but weights and batch, as ``float.hex``
     texts: they are equal only for equal bits, and can be NaN. ``lr_factor`` multiplied its learning
     rate. ``skipped`` is the reason why the step changed no weights, else ''. ``part`` is another
-    text in each process of rank 0: it distinguishes files of two parts of a run.
+    text in each process of rank 0: it distinguishes files of two parts of a run. ``unchanged``: the
+    weights before it were those of its version, by which samples are fresh.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepResult:
     quantities: dict[str, str]
     lr_factor: float
     skipped: str = ""
+    unchanged: bool = False
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class Replayer:
     def _again(self, kept: Sequence[KeptStep]) -> Recomputed:
         result, learner = kept[0].record.result, self._learner
         learner.lr_factor = result.lr_factor
+        learner.version, learner.unchanged = kept[0].record.version, result.unchanged
         found = {one.rollout.uid: one for step in kept for one in step.samples}
         samples = {i: found[h.uid] for i, h in enumerate(result.headers) if h.uid in found}
         plan = learner.plan(result.headers)

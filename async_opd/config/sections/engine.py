@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from async_opd.config.precision import SCHEMES, CacheDtype, Quantization, Scheme
 from async_opd.config.sections.section import Count, Section
 
 
@@ -15,7 +16,14 @@ class EngineConfig(Section):
     """Settings of one vLLM engine, the same for every replica of a pool."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of weights and activations; ``auto`` is bfloat16 on a GPU, float32 on a CPU."""
+    """Precision of weights and activations; ``auto`` is bfloat16 on a GPU, float32 on a CPU, and
+    bfloat16 there with ``quantization``."""
+    quantization: Quantization | None = None
+    """Quantizes the weights while they are loaded, the student's again at each sync. Which devices
+    have the kernels: docs/engines.md. A model whose own files are quantized does not need it."""
+    kv_cache_dtype: CacheDtype = "auto"
+    """Type of the KV cache's numbers; ``auto`` is that of the activations. float8 holds twice as
+    many tokens as bfloat16."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Precision of the logits on a GPU: bfloat16 has steps of 0.125 at logits of 16 to 32, which
     are errors of log-probabilities up to 0.06 nats. A quantized head needs ``model``: the dtype of
@@ -67,6 +75,31 @@ class EngineConfig(Section):
         if fixed := sorted(FIXED & names):
             raise ValueError(f"no {fixed[0]} here: scores and weight syncs need the run's own")
         return value
+
+    @model_validator(mode="after")
+    def _can_be_quantized(self) -> Self:
+        if self.quantization is not None and self.extra.get("dtype", self.dtype) == "float32":
+            raise ValueError(
+                f"'quantization' {self.quantization} with 'dtype' float32: vLLM quantizes weights "
+                "of bfloat16 and float16 only; leave dtype out"
+            )
+        for key in ("quantization", "kv_cache_dtype"):
+            if getattr(self, key) not in (None, "auto") and key in self.extra:
+                raise ValueError(f"'{key}' is set twice: remove it from extra")
+        return self
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """That of ``quantization``, or ``extra``'s; None: the weights are as in the files."""
+        named = self.quantization or self.extra.get("quantization")
+        return SCHEMES.get(str(named))  # type: ignore[call-overload, no-any-return]
+
+    def cache_itemsize(self, dtype: str) -> int:
+        """Bytes of a number in the KV cache of an engine that computes in ``dtype``."""
+        cached = str(self.extra.get("kv_cache_dtype", self.kv_cache_dtype))
+        if cached.startswith("fp8"):
+            return 1
+        return 4 if cached == "auto" and dtype == "float32" else 2
 
 
 OWNED = {"model", "revision", "code_revision", "hf_config_path", "config_format"}

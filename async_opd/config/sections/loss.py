@@ -37,6 +37,10 @@ class ObjectiveConfig(Section):
     is 1; ``top_p``, ``top_k`` and ``min_p`` of the rollouts are refused."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Truncation of the importance weights."""
+    importance_when_fresh: Literal["exact", "as_configured"] = "as_configured"
+    """The weight of tokens whose whole response was sampled under the weights that are trained:
+    ``exact`` is 1, without the noise of the engines' rounding; ``as_configured`` is that of
+    ``importance``, which corrects the rounding too, of a quantized engine above all."""
     mask_truncated: bool = False
     """Excludes responses that were cut off (``finish_reason: length``) from the distillation loss:
     they have no gradient, and are in no denominator of ``reduction`` either."""

@@ -61,7 +61,7 @@ class CheckpointConfig(Section):
 
 
 class GuardrailConfig(Section):
-    """Limits for the form of responses while training. See docs/staleness.md."""
+    """Limits for responses, and for engines' precision, while training. See docs/staleness.md."""
 
     mode: Literal["warn", "stop", "roll_back", "off"] = "warn"
     """An exceeded limit gives a message (``warn``), ends the run with exit code 1 (``stop``), or
@@ -78,6 +78,12 @@ class GuardrailConfig(Section):
     """Limit of the mean response length, as a multiple of that of the first ``window`` steps."""
     max_repetition: float = Field(default=0.5, gt=0, le=1)
     """Limit of the mean share of a response's 8-grams that occurred in it before."""
+    max_mismatch: float = Field(default=1.05, gt=1)
+    """Limit of ``mismatch/error``, the mean factor between the probabilities of engines and trainer
+    under the same weights, over the steps that measure it."""
+    min_ess: float = Field(default=0.5, ge=0, lt=1)
+    """Least ``mismatch/ess``, the share of responses that this difference leaves effective. Long
+    responses lower it with any precision; 0 switches the limit off."""
     window: Count = 10
     """Steps over which the values are smoothed (exponential mean), and steps at the start that
     define the baseline of the length."""

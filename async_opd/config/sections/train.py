@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from async_opd.config.precision import FakeQuantization
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.sections.section import Count, Section
 from async_opd.config.user_code import TRANSPORTS as GROUP
@@ -292,6 +293,10 @@ class SyncConfig(Section):
     proven, and so is the next one after a replica that joined between two snapshots. Digests of
     what was received are compared at every sync, and the second sync is proven where an engine
     keeps parameters in another form than they are sent. 0 switches all of it off."""
+    fake_quantization: FakeQuantization | None = None
+    """Rounds the matrices that are sent as a scheme of low precision would, and sends them in the
+    engines' dtype: a run then has the error of these weights on any device, and the speed and
+    memory of whole ones. Embedding, head, norms and routers stay as they are."""
     on_wrong_weights: Literal["rebuild", "stop"] = "rebuild"
     """A replica without the trainer's weights is rebuilt, or ends the run."""
 

@@ -1,0 +1,105 @@
+"""Weights rounded at the sender as a scheme of low precision would round them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.student.fake_quantization import GRIDS, fake_quantized, rounded
+
+ROW = "model.layers.0.mlp.up_proj.weight"
+
+
+def matrix(rows: int = 8, columns: int = 64) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("scheme", "levels"), [("int4_group32", 15), ("int2_group32", 3)])
+def test_a_group_of_integers_has_so_many_levels(scheme: str, levels: int) -> None:
+    found = rounded(matrix(4, 4096), GRIDS[scheme])  # type: ignore[index]
+    counts = [len(group.unique()) for group in found.view(-1, 32)]
+    assert max(counts) <= levels
+    assert len(found[0].unique()) > levels, "groups have separate scales"
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_integers_are_at_most_half_a_step_away(bits: int) -> None:
+    scheme = {8: "int8_per_channel", 4: "int4_group32", 2: "int2_group32"}[bits]
+    grid = GRIDS[scheme]  # type: ignore[index]
+    given = matrix()
+    groups = given.view(-1, grid.columns or 64)
+    step = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    error = (rounded(given, grid).view_as(groups) - groups).abs()
+    assert (error <= step / 2 * (1 + 1e-5)).all()
+
+
+def test_float8_has_three_bits_after_the_point() -> None:
+    given = matrix()
+    found = rounded(given, GRIDS["fp8_per_tensor"])
+    scale = given.abs().max() / 448
+    normal = (given / scale).abs() > 2**-6
+    relative = ((found - given) / given).abs()[normal]
+    assert relative.max() <= 2**-4 * (1 + 1e-5)
+    assert torch.equal(found, (given / scale).to(torch.float8_e4m3fn).float() * scale)
+
+
+def test_a_block_of_float8_has_its_own_scale() -> None:
+    given = torch.cat([matrix(128, 128), matrix(128, 128) * 1e-6])
+    block = rounded(given, GRIDS["fp8_per_block"])[128:]
+    assert torch.equal(block, rounded(given[128:], GRIDS["fp8_per_tensor"]))
+
+
+@pytest.mark.parametrize("scheme", GRIDS)
+def test_groups_at_an_edge_are_smaller(scheme: str) -> None:
+    grid, given = GRIDS[scheme], matrix(130, 150)  # type: ignore[index]
+    found = rounded(given, grid)
+    assert found.shape == given.shape
+    columns = min(grid.columns or 150, 150)
+    rows = min(grid.rows or 130, 130)
+    last = slice(130 - 130 % rows if 130 % rows else 0, None)
+    edge = slice(150 - 150 % columns if 150 % columns else 0, None)
+    assert torch.equal(found[last, edge], rounded(given[last, edge].contiguous(), grid))
+
+
+@pytest.mark.parametrize("scheme", GRIDS)
+def test_rounding_again_changes_nothing_but_the_last_bit(scheme: str) -> None:
+    once = rounded(matrix(), GRIDS[scheme])  # type: ignore[index]
+    torch.testing.assert_close(rounded(once, GRIDS[scheme]), once)  # type: ignore[index]
+
+
+def test_zeros_stay_zeros() -> None:
+    assert not rounded(torch.zeros(4, 64), GRIDS["int4_group32"]).any()
+
+
+def test_the_dtype_is_that_of_the_engines() -> None:
+    assert rounded(matrix().bfloat16(), GRIDS["int4_group32"]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.visual.blocks.0.attn.qkv.weight",
+    ],
+)
+def test_matrices_that_engines_do_not_quantize_are_sent_as_they_are(name: str) -> None:
+    given = matrix()
+    ((_, sent),) = fake_quantized(iter([(name, given)]), "int2_group32")
+    assert sent is given
+
+
+def test_matrices_of_layers_are_rounded_and_vectors_are_not() -> None:
+    vector = torch.rand(64)
+    sent = dict(
+        fake_quantized(iter([(ROW, matrix()), ("model.norm.weight", vector)]), "int2_group32")
+    )
+    assert torch.equal(sent[ROW], rounded(matrix(), GRIDS["int2_group32"]))
+    assert sent["model.norm.weight"] is vector
+
+
+def test_the_feed_forward_gate_of_a_layer_is_no_router() -> None:
+    name = "model.layers.0.mlp.gate_proj.weight"
+    sent = dict(fake_quantized(iter([(name, matrix())]), "int2_group32"))
+    assert not torch.equal(sent[name], matrix())
