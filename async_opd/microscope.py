@@ -169,7 +169,8 @@ def excess(content: bytes, most: int = FILE_BYTES) -> str | None:
     """Which arrays of a file have too many bytes, by the sizes that it says; None if none has."""
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         sizes = [(one.filename, one.file_size) for one in file.infolist()]
-    declared, head = sum(size for _, size in sizes), max(s for n, s in sizes if n == "head.npy")
+    declared = sum(size for _, size in sizes)
+    head = max(size for name, size in sizes if name in ("head", "head.npy"))
     if declared > most or head > FILE_BYTES // 4:
         return f"its arrays have {declared} bytes, its head {head}: more than {most >> 20} MiB"
     return None
@@ -182,11 +183,15 @@ def from_bytes(content: bytes, most: int = FILE_BYTES) -> list[SampleRecord]:
         if found := excess(content, most):
             raise ValueError(found)
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            head = json.loads(bytes(file["head"]))
+            head = file["head"]
+            if not isinstance(head, np.ndarray) or head.dtype != np.uint8 or head.ndim != 1:
+                raise ValueError("its head is not a row of bytes")
+            head = json.loads(head.tobytes())
             columns = {name: file[name] for name in file.files if name in COLUMNS}
         tokens = sum(int(one["tokens"]) for one in head["samples"])
-        for name, column in columns.items():
-            if column.dtype.kind not in "iuf" or len(column) != tokens:
+        for name in dict.fromkeys(("token", *columns)):  # rows of no numbers could be any number
+            column, ndim = columns[name], 2 if name.endswith(("_ids", "_logprobs")) else 1
+            if column.dtype.kind not in "iuf" or column.ndim != ndim or len(column) != tokens:
                 raise ValueError(f"{name} has not a number for each of {tokens} tokens")
         texts = {int(token): str(text) for token, text in head["texts"].items()}
         samples, start = [], 0

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from async_opd.models.engine_args import Device
 from async_opd.models.json_files import read_json
+from async_opd.models.own_files import weights_file
 
 TAKEN = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl")
 TOWERS = {"llava": "clip_vision_model"}
@@ -64,7 +65,7 @@ def renamed_tower(model: Path) -> str | None:
             return None
         names = [*read_json(model / "model.safetensors.index.json").get("weight_map", {})]
         for file in sorted(model.glob("*.safetensors")) if not names else ():
-            with safe_open(file, framework="np") as opened:
+            with safe_open(weights_file(file), framework="np") as opened:
                 names += opened.keys()
     except Exception:  # safetensors has an exception without a base; weights have checks of theirs
         return None

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from async_opd.core.errors import in_words
 from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError
+from async_opd.models.own_files import weights_file
 from async_opd.models.tokenizer import text_settings
 
 HEADS = ("lm_head", "embed_out", "output_layer")
@@ -125,7 +126,7 @@ def _places(path: Path) -> dict[str, TensorPlace]:
     wanted = (*HEADS, *EMBEDDINGS)
     places = {}
     for file in _weight_files(path):
-        with safe_open(file, framework="np") as opened:
+        with safe_open(weights_file(file), framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dictionary
                 if _module(name) in wanted:
                     shape = tuple(opened.get_slice(name).get_shape())

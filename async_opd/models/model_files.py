@@ -154,6 +154,9 @@ class ModelFiles:
             raise ModelError(f"{path} has no {', '.join(missing)}", "save both there")
         if weights and not list(path.glob("*.safetensors")):
             raise ModelError(f"{path} has no *.safetensors", "save the weights as safetensors")
+        for file in path.glob("*.safetensors") if weights else ():
+            if not file.is_file():
+                raise ModelError(f"{file} is not a regular file", "put the weights there")
         lacking = missing_shards(path)
         if weights and lacking:
             message = f"{path} lacks weights that its index names: {', '.join(lacking)}"

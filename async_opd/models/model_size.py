@@ -18,6 +18,7 @@ from safetensors import safe_open
 from async_opd.core.errors import in_words
 from async_opd.models.json_files import read_json
 from async_opd.models.model_files import ModelError, layers_of
+from async_opd.models.own_files import weights_file
 from async_opd.models.tokenizer import text_settings
 
 if TYPE_CHECKING:
@@ -313,7 +314,7 @@ def tensors_of(path: Path) -> list[Tensor]:
     files = sorted(path / name for name in set(index.values()))
     found = []
     for file in files or sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="np") as opened:
+        with safe_open(weights_file(file), framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dictionary
                 tensor = opened.get_slice(name)
                 found.append((name, tuple(tensor.get_shape()), str(tensor.get_dtype())))

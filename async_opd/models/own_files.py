@@ -7,6 +7,7 @@ become part of the trained model, which people publish. The files of the hub's c
 
 from __future__ import annotations
 
+import errno
 import os.path
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -45,6 +46,13 @@ def own_file(file: Path, model: Path) -> ForeignPath | None:
     """A regular file that is the model's own; None for any other."""
     own = ForeignPath(model, file.relative_to(model).parts, own_links=True)
     return own if _leads_to(own) and own.is_file() else None
+
+
+def weights_file(file: Path) -> Path:
+    """A file of weights, which may be a link. OSError for a pipe: opening it might never end."""
+    if not file.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file", str(file))
+    return file
 
 
 def texts(model: Path) -> Iterator[Path]:

@@ -50,6 +50,10 @@ def test_a_file_of_more_than_a_mebibyte_is_refused(tmp_path: Path, name: str) ->
         imported(tmp_path / name, "trl")
 
 
+NESTED = [
+    *(("GKDTrainer(model=", ")"), ("GKDTrainer(peft_config=", ")"), ("GKDTrainer(**", ")")),
+    *(("load_dataset(split=", ")"), ("setattr(", ",x,1)")),
+]
 LARGE = {
     "sums.sh": "run x=" + "$((1))" * 170_000,
     "word.sh": "run " + "a" * 1_040_000,
@@ -69,6 +73,10 @@ LARGE = {
     "models.py": "a0='m'\n"
     + "".join(f"a{n + 1}=a{n}\na{n + 1}=a{n}\n" for n in range(60))
     + "GKDTrainer(a60, a60)",
+    **{
+        f"nested_{number}.py": begin * 100 + f"[{'1,' * 150_000}]" + end * 100
+        for number, (begin, end) in enumerate(NESTED)
+    },
     "conditions.sh": "if x; then\n" + "a=1\n" * 100_000 + "fi\nrun x.y=$a",
     "names.py": "a0=1\n"
     + "".join(f"a{n + 1}=a{n}\n" for n in MANY_NAMES)

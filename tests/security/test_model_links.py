@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from async_opd.models.lm_head import HeadFiles
+from async_opd.models.model_files import ModelError
+from async_opd.models.model_size import ModelSize
 from async_opd.models.own_files import foreign
 from tests.fuzz.command import STUDENT, Said, command, good, written
 from tests.trainer.models import tiny_model
@@ -166,6 +170,24 @@ def test_weights_may_lie_elsewhere_and_links_stay_inside(tmp_path: Path, model: 
     (model / "COPYING.txt").symlink_to("LICENSE.txt")
     assert checked(tmp_path, model).code == 0
     assert exported(model, tmp_path)["COPYING.txt"] == "free"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter.safetensors"])
+def test_a_pipe_among_the_weights_is_refused_and_not_waited_for(
+    tmp_path: Path, model: Path, name: str
+) -> None:
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    pipe = os.open(model / name, os.O_RDWR)  # so that a reader would not wait here
+    said = checked(tmp_path, model)
+    os.close(pipe)
+    assert said.code == 2
+    assert f"{model / name} is not a regular file" in said.err
+    assert "No such device" not in said.err  # nor does a reader of sizes open it
+    with pytest.raises(ModelError, match="is not a regular file"):
+        ModelSize.read(model)
+    with pytest.raises(ModelError, match="is not a regular file"):
+        HeadFiles.read(model)
 
 
 def test_a_link_to_the_model_is_as_good_as_the_model(tmp_path: Path, model: Path) -> None:

@@ -37,6 +37,7 @@ from async_opd.observability.live.live_file import LIVE_FILE, read_live
 from async_opd.tools.report.recorded_run import read_summary
 from async_opd.tools.report.sample_timelines import read_timelines
 from tests.checkpoint.test_mirror import LocalRun, sync
+from tests.fuzz.command import bounded
 from tests.microscope.samples import record
 
 URL = "memory://bucket/run"
@@ -107,6 +108,31 @@ def test_columns_that_are_not_known_are_not_read() -> None:
 def test_a_column_has_a_number_for_each_token(column: Any) -> None:
     with pytest.raises(RecordError, match="has not a number for each of 3 tokens"):
         from_bytes(archive(token=column, head=head()))
+
+
+HEADS = [np.array(1 << 62), np.zeros(3, "V0"), np.zeros((1, 3), np.uint8)]
+
+
+@pytest.mark.parametrize("value", HEADS)
+def test_a_head_that_is_one_number_is_not_read_as_so_many_bytes(value: Any) -> None:
+    with pytest.raises(RecordError, match="its head is not a row of bytes"):
+        from_bytes(archive(token=TOKENS, head=value))
+
+
+def test_a_second_head_under_a_bare_name_is_not_read() -> None:
+    content = io.BytesIO(archive(token=TOKENS, head=head()))
+    with zipfile.ZipFile(content, "a", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("head", b"[" * (FILE_BYTES // 4 + 1))
+    with pytest.raises(RecordError, match="its head 67108865"):
+        from_bytes(content.getvalue())
+
+
+@pytest.mark.parametrize("name", ["token", "student_ids"])
+def test_tokens_without_numbers_are_no_tokens(name: str) -> None:
+    many = 10**12
+    empty = np.lib.stride_tricks.as_strided(np.zeros(1, np.int32), (many, 0), (4, 4))
+    with pytest.raises(RecordError, match=r"has not a number for each|'token'"):
+        from_bytes(archive(**{name: empty}, head=head(many)))
 
 
 def test_all_ranks_of_a_step_are_bounded_together(
@@ -186,6 +212,46 @@ def test_a_line_of_a_trace_is_bounded(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(f'["life"{LONG}]\n')
     with pytest.raises(OSError, match="has a line of more than"):
         list(read_timelines(tmp_path / "trace.json"))
+
+
+def trace(file: Path, pauses: int, lives: int, length: int = 1) -> Path:
+    """A trace of one replica, during all of whose pauses each sample is sampled."""
+    end = 4 * pauses
+    moments = [("admission", "admit", 0), ("rollout", "generate", 0), ("teacher/a", "lease", end)]
+    moments += [("teacher/a", "score", end), ("train", "lease", end), ("train", "step", end)]
+    life = [(pool, what, "t", start, end) for pool, what, start in moments]
+    place = {"pid": 1, "tid": 2}
+    events: list[dict[str, Any]] = [{"name": "thread_name", "args": {"name": "t sync"}}]
+    events += [
+        {"name": "sync", "cat": "rollout", "ph": "X", "ts": 4 * at, "dur": length, "is": "sync"}
+        for at in range(pauses)
+    ]
+    args = [{"uid": str(number), "life": life} for number in range(lives)]
+    events += [{"name": "s", "ph": "f", "args": one} for one in args]
+    file.write_text("".join(json.dumps(event | place) + ",\n" for event in events))
+    return file
+
+
+def test_the_parts_of_all_lives_of_a_trace_are_bounded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = trace(tmp_path / "trace.json", pauses=10, lives=3)
+    assert [len(life.parts) for life in read_timelines(file)] == [20, 20, 20]
+    monkeypatch.setattr("async_opd.tools.report.sample_timelines.MOST_PARTS", 59)
+    lives = read_timelines(file)
+    assert [next(lives).uid, next(lives).uid] == ["0", "1"]
+    with pytest.raises(OSError, match="says more than 59 parts of lives"):
+        next(lives)
+
+
+@pytest.mark.parametrize("length", [0, -1, 1 << 40])
+def test_pauses_that_hide_each_other_are_not_looked_at_for_each_life(
+    tmp_path: Path, length: int
+) -> None:
+    file = trace(tmp_path / "trace.json", pauses=20_000, lives=20_000, length=length)
+    with bounded():
+        lives = list(read_timelines(file))
+    assert {len(life.parts) for life in lives} == {1}
 
 
 def test_a_line_of_the_journal_is_bounded(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ DATASET = ("dataset_name", "dataset_config")
 CHANGES = ("update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear")
 """Methods after which a literal is another one."""
 SWITCHES = {"store_true": False, "store_false": True}
+COST = 4
+"""Characters that one of an expression counts: to write it as text takes that much longer."""
 
 
 def read_python(text: str, budget: Budget) -> tuple[dict[str, Any], list[str]]:
@@ -72,7 +74,7 @@ class _Names:
         try:
             return ast.literal_eval(node)
         except ValueError:
-            return Expression(ast.unparse(node))
+            return Expression(self.text(node))
 
     def followed(self, node: ast.expr) -> ast.expr:
         """The value of a name that has one, through other names; one of a circle means itself."""
@@ -88,9 +90,14 @@ class _Names:
             self.budget.take(len(name), name)
             node = known[0]
         if seen:
-            text = ast.unparse(node)
-            self.budget.take(len(text), text)
+            self.text(node)
         return node
+
+    def text(self, node: ast.expr) -> str:
+        """The source text of a value. Of calls inside of each other all have the inner ones'."""
+        text = ast.unparse(node)
+        self.budget.take(COST * len(text), text)
+        return text
 
     def model(self, node: ast.expr, seen: frozenset[str] = frozenset()) -> Any:
         """The name of a model that is given itself, loaded, moved, or loaded in two ways."""
@@ -104,10 +111,10 @@ class _Names:
         self.budget.take(100, node.id)  # names with two values each would double the calls
         known = [one for one in self.values[node.id] if one is None or _root(one) != node.id]
         if None in known or not known:
-            return Expression(ast.unparse(node))
+            return Expression(self.text(node))
         seen |= {node.id}
         found = [self.model(one, seen) for one in known if one is not None]
-        return found[0] if all(one == found[0] for one in found) else Expression(ast.unparse(node))
+        return found[0] if all(one == found[0] for one in found) else Expression(self.text(node))
 
     def notes(self) -> list[str]:
         """Names the arguments of the script whose defaults were taken."""
@@ -170,7 +177,7 @@ def _read_option(call: ast.Call, names: _Names) -> None:
     elif _name_of(call) == "setattr" and len(call.args) == len(("owner", "name", "value")):
         name = _constant(call.args[1])
         names.options[str(name)].append(None)
-        names.stored.append((call.args[0], name or f"**{ast.unparse(call)}", call))
+        names.stored.append((call.args[0], name or f"**{names.text(call)}", call))
     elif _name_of(call) == "add_argument":
         name, default = _option(call)
         names.options[name].append(default)
@@ -223,23 +230,23 @@ def _read_trainer(call: ast.Call, names: _Names, found: dict[str, Any]) -> None:
         if one in MODELS:
             add(found, {MODELS[one]: names.model(value)})
         elif one == "args" and not names.configs:
-            found["args"] = Expression(ast.unparse(value))
+            found["args"] = Expression(names.text(value))
         elif one == "peft_config":
             known = names.followed(value)
             if isinstance(known, ast.Call) and _name_of(known) == "LoraConfig":
                 add(found, {"use_peft": True})
             elif not isinstance(known, ast.Constant):
-                add(found, {"use_peft": Expression(ast.unparse(value))})
+                add(found, {"use_peft": Expression(names.text(value))})
 
 
 def _read_dataset(call: ast.Call, names: _Names, found: dict[str, Any]) -> None:
     given = dict(_keywords(call, names))
     split = names.value(given["split"]) if "split" in given else None
     if isinstance(split, str) and split.startswith(("test", "val", "dev", "eval")):
-        found["eval_dataset"] = Expression(ast.unparse(call))
+        found["eval_dataset"] = Expression(names.text(call))
         return
     if "dataset_name" in found:
-        found["load_dataset"] = Expression(ast.unparse(call))
+        found["load_dataset"] = Expression(names.text(call))
         return
     found.update({one: names.value(v) for one, v in zip(DATASET, call.args, strict=False)})
     files = names.value(given["data_files"]) if "data_files" in given else None
@@ -263,7 +270,7 @@ def _keywords(call: ast.Call, names: _Names) -> list[tuple[str, ast.expr]]:
             keys = (str(k.value) for k in passed.keys if isinstance(k, ast.Constant))
             found += zip(keys, passed.values, strict=True)
         else:
-            found.append((f"**{ast.unparse(one.value)}", one.value))
+            found.append((f"**{names.text(one.value)}", one.value))
     return found
 
 

@@ -8,6 +8,7 @@ part in front of it ends has no length, so that the parts of a life add up to th
 
 from __future__ import annotations
 
+import errno
 import json
 from bisect import bisect
 from collections import defaultdict
@@ -44,6 +45,8 @@ _LIFE: TypeAdapter[list[tuple[str, str, str, Moment, Moment]]] = TypeAdapter(
 )
 _SLICE: TypeAdapter[tuple[Moment, Moment]] = TypeAdapter(tuple[Moment, Moment])
 Span = tuple[int, int]
+MOST_PARTS = 1 << 22
+"""Of all lives of a trace: each may have all pauses of its replica, in memory of some 130 bytes."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,13 @@ def read_timelines(path: Place) -> Iterator[SampleTimeline]:
     """The lives of a trace, in the order in which the samples were trained; none without a file.
 
     A sample that lacks a moment, after a kill, a restart or by an older version, is left out.
+    OSError, also for more than ``MOST_PARTS``.
     """
     if not foreign(path).exists():
         return
     threads: dict[tuple[Any, Any], str] = {}
     pauses: defaultdict[str, list[Span]] = defaultdict(list)
+    left = MOST_PARTS
     for line in foreign(path).lines(HELD_BYTES):
         if not any(word in line for word in _WORDS):
             continue
@@ -85,9 +90,17 @@ def read_timelines(path: Place) -> Iterator[SampleTimeline]:
                 threads[place] = str(args["name"])
             elif event["ph"] == "X" and event["cat"] == "rollout":
                 start, length = _SLICE.validate_python((event["ts"], event["dur"]))
-                pauses[threads[place]].append((start, start + length))
+                earlier = pauses[threads[place]]
+                begin = max(start, earlier[-1][1]) if earlier else start
+                if start + length > begin:  # else it is within those that are there
+                    earlier.append((begin, start + length))
             elif event["ph"] == "f":
-                yield _timeline(str(args["uid"]), args["life"], pauses)
+                found = _timeline(str(args["uid"]), args["life"], pauses)
+                left -= len(found.parts)
+                if left < 0:
+                    cause = f"says more than {MOST_PARTS} parts of lives"
+                    raise OSError(errno.EFBIG, cause, str(path))
+                yield found
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
 
