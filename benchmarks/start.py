@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Timer
 
 import psutil
 
@@ -43,6 +44,8 @@ def serving(folder: str) -> dict[str, float]:
     started, printed = time.monotonic(), []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
+        late = Timer(BOUND_S, run.kill)  # which ends what is read
+        late.start()
         for line in run.stdout:
             printed.append(line)
             if SERVING in line:
@@ -54,6 +57,7 @@ def serving(folder: str) -> dict[str, float]:
         run.send_signal(signal.SIGINT)
         run.stdout.read()
         run.wait(BOUND_S)
+        late.cancel()
     return {"serving_s": seconds, "cpu_s": spent}
 
 
@@ -77,8 +81,12 @@ def together(*parts: str) -> float:
     running = [
         subprocess.Popen([*command, one], stdout=subprocess.PIPE, text=True) for one in parts
     ]
-    printed = [process.communicate(timeout=BOUND_S)[0] for process in running]
-    up = [line.removeprefix(UP) for text in printed for line in text.splitlines() if UP in line]
+    late = Timer(BOUND_S, lambda: [process.kill() for process in running])
+    late.start()
+    printed = [process.communicate()[0] for process in running]
+    late.cancel()
+    lines = [line for text in printed for line in text.splitlines()]
+    up = [line.removeprefix(UP) for line in lines if line.startswith(UP)]
     if len(up) < len(parts):
         raise RuntimeError(f"of {', '.join(parts)} not all were up: {printed}")
     return max(map(float, up)) - started

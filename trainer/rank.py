@@ -25,9 +25,8 @@ from trainer.batches.micro_batches import Factors, MicroBatch, scaled
 from trainer.batches.packing import Row, Vocabularies, pack
 from trainer.context import ACROSS, Context
 from trainer.layers import CompiledLayers
-from trainer.losses.base import Tokens
 from trainer.losses.chunked import Head, objective_run
-from trainer.losses.mismatch import Gaps, gaps_of
+from trainer.losses.mismatch import FreshTokens, Gaps, gaps_of
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, merged, token_sums
 from trainer.notes import note
@@ -178,8 +177,9 @@ class Rank:
         if self.sight is not None:
             self.sight.begin([rollout for one in own for rollout in one.rollouts])
         given = reducing_last(self._student_loss, own) if self.reduces_once else own
-        measured: list[tuple[Tokens, Metrics]] = []
-        sums = merged([self._backward(one, version, measured) for one in given])
+        measured: list[FreshTokens] = []
+        parts = enumerate(given)
+        sums = merged([self._backward(number, one, version, measured) for number, one in parts])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         return BackwardResult(sums, float(full_tensor(norm)), gaps_of(measured))
 
@@ -306,13 +306,14 @@ class Rank:
 
     def _backward(
         self,
+        number: int,
         micro_batch: MicroBatch,
         version: int | None,
-        measured: list[tuple[Tokens, Metrics]],
+        measured: list[FreshTokens],
     ) -> Metrics:
         """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts.
 
-        Adds the tokens, in host memory, and their values to ``measured``.
+        Adds its fresh tokens to ``measured``, if it has any.
         """
         packed = pack(micro_batch.samples, micro_batch.token_weights, version)
         packed = replace(
@@ -333,7 +334,8 @@ class Rank:
         self.tokens += packed.input_ids.numel()
         if not (micro_batch.counts and metrics):
             return {}
-        measured.append((packed.tokens, metrics))
+        if fresh := FreshTokens.of(number, packed.tokens, metrics):
+            measured.append(fresh)
         return token_sums(metrics, there.tokens.owners, packed.owners)
 
     def record(self, step: int, version: int, skipped: str) -> dict[str, float]:

@@ -44,6 +44,9 @@ class Guardrail:
     config: GuardrailConfig
     state: GuardrailState = GuardrailState()
     """The state after the last step; a checkpoint has it."""
+    quantized: bool = False
+    """Whether the student's engines have a lower precision than the trainer: ``min_ess`` is for
+    them alone, since a long response lowers the value at any precision."""
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about the limits that this step exceeds and the step before did not.
@@ -68,7 +71,7 @@ class Guardrail:
         exceeded = sorted(key for key in means if self._exceeds(key, means[key]))
         self.state = replace(before, means=means, exceeded=tuple(exceeded))
         known = before.exceeded if self.config.mode == "warn" else ()
-        return [self._sentence(key) for key in exceeded if key not in known]
+        return [self._sentence(key) for key in exceeded if key in values and key not in known]
 
     def enforce(self, step: int, findings: Sequence[str]) -> None:
         """GuardrailExceeded if a step has findings and the run may not go on with them."""
@@ -94,7 +97,7 @@ class Guardrail:
             "repetition": config.max_repetition,
             "drift": config.max_length_drift,
             "mismatch": config.max_mismatch,
-            "ess": config.min_ess,
+            "ess": config.min_ess if self.quantized else 0.0,
         }
 
     def _exceeds(self, key: str, mean: float) -> bool:

@@ -130,7 +130,11 @@ class RunState:
             log,
             whole_groups=config.rollout.n if config.reward is not None else None,
         )
-        self.guardrail = Guardrail(config.guardrail)
+        self.guardrail = Guardrail(
+            config.guardrail,
+            quantized=config.rollout.engine.scheme is not None
+            or config.sync.fake_quantization is not None,
+        )
         self.waste = Waste()
         self.step = 0
         if start is not None:

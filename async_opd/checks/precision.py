@@ -9,6 +9,7 @@ from async_opd.checks.models import ModelChecks
 from async_opd.config.precision import CACHES_ON_CPU, SCHEMES, Quantization
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.loss import cuts
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.model_size import ModelSize
@@ -47,6 +48,9 @@ def _faults(
     elif scheme.experts and files is not None and not ModelSize.of(files.config, ()).experts:
         message = f"found {name}, which quantizes experts only: this model has none"
         yield key, message, "take fp8_per_channel, or leave it out"
+    elif device == "cpu" and files is not None and ModelSize.of(files.config, ()).experts:
+        message = f"found {name}: vLLM has no kernel for quantized experts on a CPU"
+        yield key, message, "leave it out"
     elif device == "cpu" and not scheme.on_cpu:
         message = f"found {name}: vLLM has no kernel for it on a CPU"
         yield key, message, f"one of {', '.join(_names(None))}, or leave it out"
@@ -66,9 +70,15 @@ def _names(capability: int | None) -> Iterator[Quantization]:
 def _unmeasured(config: RunConfig) -> str:
     """A note where no step of low precision could have samples of the weights that it trains."""
     rollout = config.rollout
-    quantized = rollout.engine.quantization or config.sync.fake_quantization
+    named = rollout.engine.quantization or rollout.engine.extra.get("quantization")
+    quantized = named or config.sync.fake_quantization
     ahead = config.async_.staleness_threshold * config.async_.sync_steps
-    if quantized is None or ahead < 1:
+    if quantized is None:
+        return ""
+    if excluding := cuts(rollout.top_p, rollout.top_k, rollout.min_p):
+        keys = ", ".join(key for key, _, _ in excluding)
+        return f"rollout.engine: with {keys} no mismatch/* of {quantized} can be measured"
+    if ahead < 1:
         return ""
     return (
         f"rollout.engine: of {quantized} mismatch/* is measured in the run's first step alone: the "

@@ -34,8 +34,8 @@ FOREIGN = {
         "total_training_steps": "train.steps",
         "project_name": "log.project",
         "experiment_name": "name",
-        "save_freq": "checkpoint.every",
-        "test_freq": "eval.every",
+        "save_freq": "checkpoint.every_steps",
+        "test_freq": "eval.every_steps",
     },
     "TRL": {
         "learning_rate": "train.lr",
@@ -95,10 +95,10 @@ FOREIGN = {
         "max_total_sequence_length": "rollout.engine.max_model_len",
         "max_num_steps": "train.steps",
         "train_mb_tokens": "train.tokens_per_micro_batch",
-        "val_period": "eval.every",
+        "val_period": "eval.every_steps",
         "max_val_samples": "eval.max_prompts",
         "keep_top_k": "checkpoint.keep",
-        "save_period": "checkpoint.every",
+        "save_period": "checkpoint.every_steps",
     },
 }
 """Our key by the last part of theirs, for each framework."""

@@ -18,7 +18,13 @@ from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
 from async_opd.config.sections.data import ColdStartConfig, DataConfig, beginnings
 from async_opd.config.sections.evaluation import EvalConfig, GradingConfig
 from async_opd.config.sections.log import LogConfig
-from async_opd.config.sections.loss import ForwardKLConfig, Loss, RewardConfig, nucleus_faults
+from async_opd.config.sections.loss import (
+    ForwardKLConfig,
+    Loss,
+    RewardConfig,
+    corrects,
+    nucleus_faults,
+)
 from async_opd.config.sections.plan import PlanConfig
 from async_opd.config.sections.reliability import (
     CheckpointConfig,
@@ -119,6 +125,9 @@ class RunConfig(Section):
             yield "queue.max_samples", fault, f"at least {size}"
         if self.loss.weight == 0 and self.reward is None:
             yield "loss.weight", "found 0 without a reward: nothing is learned", "add a reward"
+        if self.loss.importance_when_fresh == "exact" and not corrects(self.loss):
+            fault = "found exact, but the loss has no importance weights"
+            yield "loss.importance_when_fresh", fault, "leave it out, or set loss.importance"
         if self.reward is not None and group < 2:
             fault = f"found {group}, expected at least 2: an advantage is relative to the group"
             yield "rollout.n", fault, "for example 4"

@@ -231,6 +231,27 @@ def _pinned(config: RunConfig, size: ModelSize, nbytes: int) -> int:
     return large_ + rest * power_of_two(chunk) // chunk
 
 
+PIECE = 1 << 30
+"""``trainer.saving.state.BUFFER_BYTES``."""
+
+
+def kept_copies(size: ModelSize, nbytes: int, shards: int) -> int:
+    """Bound of the pinned memory of copies for a checkpoint, ``nbytes`` of float32 tensors.
+
+    A tensor larger than a piece takes a power of two, and ends the piece before; the end of a piece
+    that the next one does not fit stays empty.
+    """
+    parts = [(4 * -(-numel // shards), count) for numel, count in size.numels]
+    whole = sum(part * count for part, count in parts)
+    if not whole or not nbytes:
+        return nbytes
+    large = sum(part * count for part, count in parts if part > PIECE)
+    rounded = sum((power_of_two(part) + PIECE) * count for part, count in parts if part > PIECE)
+    widest = max((part for part, _ in parts if part <= PIECE), default=0)
+    small = (whole - large) * PIECE // max(PIECE - widest, PIECE // 2)
+    return (rounded + small) * nbytes // whole + power_of_two(min(PIECE, nbytes))
+
+
 def _received(config: RunConfig, machine: Machine) -> Terms:
     """Bytes that a worker of a student's engine has received in host memory, and not loaded yet.
 
@@ -299,6 +320,7 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
     if machine.device == "cpu":
         return PoolMemory("train", ranks, {}, terms | host, first)
     first["snapshot"] = _pinned(config, step.size, sent)
+    host["checkpoint"] = kept_copies(step.size, copied, ranks // step.copies)
     away, exact = step.on_host, frozenset[str]()
     if config.rollout.host == "train":  # between two steps: no gradients exist
         away = frozenset({"parameters", "moments"})

@@ -313,7 +313,8 @@ class RunLog:
         with self._waiting_for(sink):
             succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
         for note in filter(None, notes):
-            self._notes[sink.name] = self._redacted(note)
+            known = self._notes.get(sink.name)
+            self._notes[sink.name] = "; ".join(filter(None, [known, self._redacted(note)]))
             self.message(note, "warning")
         return succeeded
 

@@ -17,6 +17,7 @@ from contextlib import chdir, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -180,7 +181,7 @@ class WandbSink(Sink):
 
     def __init__(self, config: RunConfig, run_dir: Path, resumed: bool = False) -> None:
         self._config = config
-        self.longest_s = max(INIT_TIMEOUT_S, 2 * config.timeouts.shutdown_s)
+        self.longest_s = max(4 * INIT_TIMEOUT_S, 2 * config.timeouts.shutdown_s)
         self._run_dir = run_dir
         self._run: wandb.Run | None = None
         self._at = LoggedRun.of(run_dir, self.name) if resumed else LoggedRun.new()
@@ -348,9 +349,19 @@ def _end_failed_run() -> bool:
     """
     import wandb
 
-    if wandb.run is not None:
+    if wandb.run is not None or wandb.setup().most_recent_active_run is not None:
         return False
-    wandb.teardown()
+
+    def end() -> None:
+        with suppress(SystemExit):  # of a service that failed
+            wandb.teardown()
+
+    ending = Thread(target=end, name="end of wandb", daemon=True)
+    ending.start()
+    ending.join(INIT_TIMEOUT_S)
+    if ending.is_alive():
+        _end_service()  # of which the thread waits for the end
+        ending.join(INIT_TIMEOUT_S)
     _own_settings()
     return True
 

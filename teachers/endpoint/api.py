@@ -97,7 +97,7 @@ class _Logprob(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    finish_reason: FinishReason | None = None
+    finish_reason: Literal[FinishReason, "repetition"] | None = None
     token_ids: list[TokenId] | None = None
     prompt_logprobs: list[dict[TokenId, _Logprob] | None] | None = None
 
@@ -186,7 +186,7 @@ class VllmApi:
         choice = self._completion(answer).choices[0]
         if choice.token_ids is None:
             raise ValueError("no token_ids; vLLM returns them since 0.10.2")
-        return choice.token_ids, choice.finish_reason or "length"
+        return choice.token_ids, "stop" if choice.finish_reason == "stop" else "length"
 
     def _request(self, limits: AnswerLimits, **body: Any) -> Request:
         return Request("/v1/completions", {"model": self._model, **body}, limits)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_opd.config.run_config import RunConfig
 from async_opd.memory.pools import (
@@ -15,12 +19,14 @@ from async_opd.memory.pools import (
     PoolMemory,
     cache_tokens,
     communicators,
+    kept_copies,
     memory_of,
     outside,
     reload_bytes,
 )
 from async_opd.models.model_size import ModelSize, power_of_two
 from tests.checks.inputs import MODELS
+from trainer.saving.state import BUFFER_BYTES
 
 BILLION = 1_000_000_000
 CHUNK = 256 << 20
@@ -46,6 +52,33 @@ def config(student: str = "dense", **sections: Any) -> RunConfig:
 
 def of(pool: str, made: RunConfig) -> int:
     return communicators(made, pool, ON_GPUS)
+
+
+def pinned_by_torch(sizes: Sequence[int]) -> int:
+    """Of copies in this order, as trainer.offload.HostBuffers lays them out."""
+    piece = min(power_of_two(sum(sizes)), BUFFER_BYTES)
+    total, left = 0, 0
+    for nbytes in sizes:
+        if nbytes > left:
+            room = max(nbytes, piece)
+            total, left = total + power_of_two(room), room
+        left -= nbytes
+    return total
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500 << 20), st.integers(1, 6)), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 8]),
+    st.randoms(use_true_random=False),
+)
+def test_the_plan_bounds_the_memory_that_copies_for_a_checkpoint_pin(
+    numels: list[tuple[int, int]], shards: int, random: Random
+) -> None:
+    """Of weights and two moments."""
+    sizes = [4 * -(-numel // shards) for numel, count in numels for _ in range(3 * count)]
+    random.shuffle(sizes)
+    planned = kept_copies(replace(SIZE, numels=tuple(numels)), sum(sizes), shards)
+    assert pinned_by_torch(sizes) <= planned
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_chart_of_the_report_takes_from_its_panel_and_metric_what_it_does_not_
     panel = Panel("Tokens", "Tokens of a batch.", "Many.", "Wait.")
     metric = Metric("train/<n>/new", "Health", "tokens", "New.", chart=Charts(panel, Plot("pools")))
     assert metric.plot == Plot(
-        "pools", "train-n-new", "lines", "Tokens", "Tokens of a batch. Many.", "tokens",
+        "pools", "train-n-new", "lines", "Tokens", "Tokens of a batch. Many.", y="tokens",
         lines={"<n>": ("train/<n>/new",)},
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,7 +338,8 @@ def mode_of(monkeypatch: pytest.MonkeyPatch, wanted: str, mode: str = "online") 
 
     settings = wandb.Settings(api_key=None, base_url="https://api.wandb.ai", mode=mode)
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "setup", lambda _: type("Setup", (), {"settings": settings}))
+    made = SimpleNamespace(settings=settings, most_recent_active_run=None)
+    monkeypatch.setattr(wandb, "setup", lambda *_: made)
     with pytest.raises(ConnectionError):
         WandbSink(config(wandb=wanted), Path()).start()
     return seen[0]

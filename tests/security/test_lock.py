@@ -36,9 +36,9 @@ def test_the_locks_have_the_versions_of_the_constraints() -> None:
     assert len(run) > 100
 
 
-def test_a_runs_lock_has_what_the_package_needs_on_a_cpu_and_nothing_else() -> None:
+def test_a_runs_lock_has_what_a_run_and_its_report_need_on_a_cpu_and_nothing_else() -> None:
     """But for PyTorch, which the Makefile installs from its own index."""
-    needed, todo = set[str](), [("async-opd", frozenset({"cpu"}))]
+    needed, todo = set[str](), [("async-opd", frozenset({"cpu", "report"}))]
     known = {named(one.metadata["Name"]): one for one in metadata.distributions()}
     seen = set[tuple[str, frozenset[str]]]()
     while todo:

@@ -19,7 +19,7 @@ Sums are float64. Without a fresh token there is no such metric.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,22 +41,33 @@ class Gaps:
     responses: NDArray[np.int64]
 
 
-def gaps_of(parts: Iterable[tuple[Tokens, Metrics]]) -> Gaps | None:
-    """The gaps of a rank's micro-batches, with one transfer from the device; None of no tokens.
+@dataclass(frozen=True)
+class FreshTokens:
+    """Of the tokens of one micro-batch log q - log mu, float32 [N] on any device.
 
-    The tokens are in host memory, the objective's values of them on any device.
+    ``fresh`` and ``responses`` [N], in host memory: which of them count, and of which response each
+    is, as ranks that share its row number it.
     """
-    ratios, masks, responses = [], [], []
-    for index, (tokens, values) in enumerate(parts):
-        if tokens.fresh is not None and tokens.response_starts is not None and tokens.fresh.any():
-            ratios.append(values[LOG_RATIO])
-            masks.append(tokens.fresh)
-            responses.append(tokens.response_starts + (index << 32))
-    if not ratios:
+
+    log_ratios: torch.Tensor
+    fresh: torch.Tensor
+    responses: torch.Tensor
+
+    @classmethod
+    def of(cls, number: int, tokens: Tokens, values: Metrics) -> FreshTokens | None:
+        """Of the micro-batch ``number`` of a rank; None if none of its tokens is fresh."""
+        if tokens.fresh is None or tokens.response_starts is None or not tokens.fresh.any():
+            return None
+        return cls(values[LOG_RATIO], tokens.fresh, tokens.response_starts + (number << 32))
+
+
+def gaps_of(parts: Sequence[FreshTokens]) -> Gaps | None:
+    """The gaps of a rank's micro-batches, with one transfer from the device; None of no parts."""
+    if not parts:
         return None
-    fresh = torch.cat(masks)
-    found = torch.cat(ratios).float().cpu()[fresh]
-    return Gaps(found.numpy(), torch.cat(responses)[fresh].numpy())
+    fresh = torch.cat([one.fresh for one in parts])
+    found = torch.cat([one.log_ratios for one in parts]).float().cpu()[fresh]
+    return Gaps(found.numpy(), torch.cat([one.responses for one in parts])[fresh].numpy())
 
 
 def mismatch(ranks: Sequence[Gaps | None], sharing: int = 1) -> dict[str, float]:

@@ -25,6 +25,7 @@ import torch
 from async_opd.core.errors import CheckpointError
 from async_opd.core.reports import WrittenFile
 from async_opd.core.stages import TRAINER
+from async_opd.models.model_size import power_of_two
 from trainer.offload import HostBuffers, HostMoments
 from trainer.saving.shards import Part, Parts, Shards, Stamp, shard_name, write_shard
 from trainer.student.sharding import own_part, own_slices, sharded_as
@@ -32,8 +33,9 @@ from trainer.student.sharding import own_part, own_slices, sharded_as
 Tensors = dict[str, torch.Tensor]
 COMPARED = 64
 """Numbers of each frozen parameter that are compared."""
-BUFFER_BYTES = 64 << 20
-"""Of the host memory for copies, which is taken in pieces."""
+BUFFER_BYTES = 1 << 30
+"""Most of a piece of the host memory for copies: large, since a tensor that does not fit what is
+left of a piece leaves that empty, and torch pins a larger tensor's in a power of two."""
 
 
 def copy_parts(
@@ -45,7 +47,7 @@ def copy_parts(
     ``room`` for the copies, which are valid until the next call with the same one.
     """
     parts = {}
-    room = room or HostBuffers(BUFFER_BYTES)
+    room = room or room_for(model, optimizer)
     room.clear()
     for name, tensor in training_state(model, optimizer):
         own = own_part(tensor.detach())
@@ -61,6 +63,12 @@ def copy_parts(
     for device, state in states.items():
         parts[f"rng/{rank}/{device}"] = Part(state, own_slices(state), tuple(state.shape))
     return parts
+
+
+def room_for(model: Any, optimizer: torch.optim.Optimizer) -> HostBuffers:
+    """Memory for copies of this rank's parts; of a small model one piece."""
+    nbytes = sum(own_part(one.detach()).nbytes for _, one in training_state(model, optimizer))
+    return HostBuffers(min(power_of_two(nbytes), BUFFER_BYTES))
 
 
 def load_parts(model: Any, optimizer: torch.optim.Optimizer, shards: Shards, rank: int = 0) -> None:
@@ -213,13 +221,14 @@ class CapturedParts:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._room = HostBuffers(BUFFER_BYTES)
+        self._room: HostBuffers | None = None
         self._stamp: Stamp | None = None
         self._parts: Parts = {}
 
     def capture(self, model: Any, optimizer: torch.optim.Optimizer, stamp: Stamp) -> int:
         """Copies this rank's parts to host memory; returns their bytes."""
         self._parts = {}  # the copy overwrites them
+        self._room = self._room or room_for(model, optimizer)
         self._parts = copy_parts(model, optimizer, self._rank, self._room)
         self._stamp = stamp
         return sum(part.tensor.nbytes for part in self._parts.values())

@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from async_opd.config.precision import FakeQuantization
 
-KEPT = re.compile(r"(embed|wte|lm_head|router|\bgate\.weight|visual|vision|projector)")
+KEPT = re.compile(r"(embed|wte|lm_head|router|(?:\b|_)gate\.weight|visual|vision|projector)")
 """Parts of the names of matrices that online quantization leaves as they are."""
 FP8_LARGEST = 448.0
 """The largest number of float8_e4m3fn."""
@@ -47,8 +47,14 @@ def fake_quantized(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights by name, the matrices of layers rounded; others are passed on."""
     for name, tensor in weights:
-        quantized = tensor.ndim == 2 and not KEPT.search(name)
-        yield name, rounded(tensor, GRIDS[scheme]) if quantized else tensor
+        if tensor.ndim < 2 or KEPT.search(name):
+            yield name, tensor
+        elif tensor.ndim == 2:
+            yield name, rounded(tensor, GRIDS[scheme])
+        else:  # stacked experts
+            matrices = tensor.view(-1, *tensor.shape[-2:])
+            each = torch.stack([rounded(matrix, GRIDS[scheme]) for matrix in matrices])
+            yield name, each.view(tensor.shape)
 
 
 def rounded(matrix: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -82,8 +82,9 @@ class GuardrailConfig(Section):
     """Limit of ``mismatch/error``, the mean factor between the probabilities of engines and trainer
     under the same weights, over the steps that measure it."""
     min_ess: float = Field(default=0.5, ge=0, lt=1)
-    """Least ``mismatch/ess``, the share of responses that this difference leaves effective. Long
-    responses lower it with any precision; 0 switches the limit off."""
+    """Least ``mismatch/ess``, the share of responses that this difference leaves effective, of
+    engines that are quantized (``rollout.engine.quantization``, ``sync.fake_quantization``): long
+    responses lower it at any precision. 0 switches the limit off."""
     window: Count = 10
     """Steps over which the values are smoothed (exponential mean), and steps at the start that
     define the baseline of the length."""

@@ -107,7 +107,8 @@ async def examine_engines(
 
 def _measuring(config: RunConfig, folder: Path) -> RunConfig:
     """The config with every sync proven, and teachers alone that score sampled tokens."""
-    sync = config.sync.model_copy(update={"verify_every": 1, "on_wrong_weights": "stop"})
+    proven = {"verify_every": 1, "on_wrong_weights": "stop", "fake_quantization": None}
+    sync = config.sync.model_copy(update=proven)
     teachers = {
         name: teacher.model_copy(update={"refresh_every": 0})
         if isinstance(teacher, SelfTeacher)
