@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from async_opd.checks.findings import Findings
 from async_opd.checks.models import ModelChecks
@@ -10,15 +10,19 @@ from async_opd.config.precision import CACHES_ON_CPU, SCHEMES, Quantization
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.loss import cuts
-from async_opd.models.engine_args import Device
+from async_opd.models.engine_args import Device, lowest_capability
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.model_size import ModelSize
 
 
 def check_precision(
-    models: ModelChecks, device: Device, capability: int | None, found: Findings
+    models: ModelChecks,
+    device: Device,
+    found: Findings,
+    lowest: Callable[[], int | None] = lowest_capability,
 ) -> None:
-    """Checks all engines of the run. ``capability`` is the lowest of the GPUs, if it is known."""
+    """Checks all engines of the run. ``lowest`` is asked for this machine's GPUs."""
+    capability = lowest() if device == "cuda" and not models.config.cluster.joins else None
     for section, engine, files in models.engines():
         for key, message, remedy in _faults(engine, files, device, capability):
             found.add(f"{section}.engine.{key}", message, remedy)

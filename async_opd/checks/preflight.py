@@ -51,7 +51,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
 from async_opd.files.remote import RemoteFile
-from async_opd.models.engine_args import Device, lowest_capability
+from async_opd.models.engine_args import Device
 from async_opd.models.families import refused as refused_family
 from async_opd.models.hub import with_cached, without_code
 from async_opd.models.model_files import ModelError, is_hub_id
@@ -115,8 +115,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     check_routing(config, device, student, found)
     data.renders = check_templates(config, models.files, found)
     check_shared_rows(config, student, found)
-    known = device == "cuda" and not config.cluster.joins
-    check_precision(models, device, lowest_capability() if known else None, found)
+    check_precision(models, device, found)
     _hardware(config, found, models, device, gpus)
     graders = {"eval": ("eval.grader", config.eval.grader)}
     if config.reward is not None:

@@ -12,7 +12,7 @@ from async_opd.core.errors import GuardrailExceeded
 
 
 def guardrail(**limits: Any) -> Guardrail:
-    return Guardrail(GuardrailConfig(**({"window": 1} | limits)))
+    return Guardrail(GuardrailConfig(**({"window": 1} | limits)), quantized=True)
 
 
 def step(length: float = 10.0, truncated: float = 0.0, repetition: float = 0.0) -> dict[str, float]:
@@ -95,6 +95,18 @@ def test_a_mismatch_beyond_its_limit_has_a_line(bad: dict[str, float], line: str
 
 def test_a_limit_of_0_switches_the_effective_responses_off() -> None:
     assert guardrail(min_ess=0).observe(measured(ess=0.01)) == []
+
+
+def test_engines_of_the_trainers_precision_have_no_limit_of_effective_responses() -> None:
+    """Long responses lower their number at any precision."""
+    guard = Guardrail(GuardrailConfig(window=1))
+    assert guard.observe(measured(ess=0.01)) == []
+
+
+def test_a_limit_is_not_exceeded_by_a_step_that_does_not_measure_it() -> None:
+    guard = guardrail(mode="stop")
+    assert guard.observe(measured(error=1.2))
+    assert guard.observe(step()) == []
 
 
 def test_a_run_that_measures_no_mismatch_has_no_mean_of_it() -> None:

@@ -21,7 +21,8 @@ from tests.checks.inputs import config, found, model, one
 def problems(override: str, device: Device, capability: int | None = None) -> list[Problem]:
     """What the check of precision alone finds; the config names no model that was read."""
     findings = Findings("c.yaml")
-    check_precision(ModelChecks(config(override), findings), device, capability, findings)
+    checks = ModelChecks(config(override), findings)
+    check_precision(checks, device, findings, lambda: capability)
     return findings.problems
 
 
