@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.errors import ProcessDied
-from async_opd.core.reports import Captured, Progress
+from async_opd.core.reports import Progress
 from async_opd.core.stages import TRAINER
 from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.sharing.time_sharing import (
@@ -32,7 +32,7 @@ from tests.world.gpus import Gpu, GuestTeacher, Host, alive, gate_student, gate_
 from tests.world.prompts import TEACHERS
 from tests.world.run import World, evaluation, world
 from tests.world.sync import LockedSync
-from tests.world.trainer import SlowDisk
+from tests.world.trainer import Disk
 
 
 class Trainer:
@@ -82,21 +82,13 @@ class Trainer:
         return Progress(0)
 
 
-class Captures(SlowDisk):
-    """A checkpointer that writes nothing, at once."""
-
-    async def take(self, cut_of: Callable[[Captured], Any]) -> None:
-        await super().take(cut_of)
-        self.writing = False
-
-
 @dataclass
 class Colocated:
     run: World
     trainer: Trainer
     hosts: list[Host]
     sharing: GpuTimeSharing
-    captures: Captures
+    captures: Disk
 
 
 def colocated(
@@ -131,7 +123,7 @@ def colocated(
         turn="the trainer's turn",
     )
     gate_sync(run, hosts)
-    captures: Any = Captures(run.trainer)
+    captures: Any = Disk(run.trainer, slow=False)
     run.pipeline.config = changed(run.pipeline.config, checkpoint={"every": 1})
     run.pipeline.checkpointer = captures
     parts.sync = LockedSync(run.sync, replicas=sharing.lock, trainer=None)

@@ -241,7 +241,7 @@ def test_every_rollout_of_a_soak_is_trained_once(runs: Runs) -> None:
 NEEDS_GPU = {
     "fsdp": set[str](),
     "losses": {"recompiles"},
-    "rank": {"varlen", "flash", "flex"},
+    "rank": {"varlen", "flash", "flex", "parts"},
     "scoring": {"float32_logits"},
     "snapshot": {"pinned, made once"},
     "streams": {"own"},

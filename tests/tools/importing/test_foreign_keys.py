@@ -14,8 +14,15 @@ from async_opd.tools.importing.frameworks import FRAMEWORKS
 
 OURS = "student: {model: s}\nteachers: {t: {model: t}}\ndata: {train: t.jsonl}\n"
 KEYS = [(name, key, ours) for name, keys in FOREIGN.items() for key, ours in keys.items()]
-NEAREST = [("verl", "train_batch_size", "train.batch_size")]
-"""A weight version's prompts, which are a batch where a version has one step."""
+NEAREST = [
+    ("verl", "train_batch_size", "train.batch_size"),
+    ("verl", "save_freq", "checkpoint.every_steps"),
+    ("verl", "test_freq", "eval.every_steps"),
+    ("NeMo-RL", "val_period", "eval.every_steps"),
+    ("NeMo-RL", "save_period", "checkpoint.every_steps"),
+]
+"""A weight version's prompts, which are a batch where a version has one step; and periods in steps,
+which ``async_opd import`` writes in versions."""
 
 
 def of_table(name: str, key: str) -> set[str]:
