@@ -288,9 +288,10 @@ class _Run:
         for row in rows:
             exact = row["eval/oldest_version"] == row["eval/newest_version"]
             version, step = int(row["eval/oldest_version"]), row["step"]
-            # within a version the engines have those of its first step, or of a resume since
-            made = [step] if not step % k or step == self.steps or step in resumed else []
-            made = made or [version * k, *(one for one in resumed if one // k == version)]
+            # within a version the engines have those of its first step, or of a resume since; a
+            # rollback to a step leaves the evaluation of that step that came before it
+            since = [version * k, *(one for one in resumed if one // k == version)]
+            made = [step] if not step % k or step == self.steps else since
             marks = [_mark(history, one) for one in made if one]
             if exact and version and all(abs(row["eval/a/accuracy"] - m) > CLOSE for m in marks):
                 yield f"the evaluation of step {row['step']} is not of these weights"
