@@ -19,7 +19,7 @@ class Summary:
 
     ``steps`` is the last step that was logged, ``seconds`` the time that the log was open, in all
     parts of a resumed run, ``metrics`` the last value of every metric (the summarized ones win).
-    ``notes`` has by sink its last message: on what differs from the config, or is incomplete.
+    ``notes`` has the messages of each sink: on what differs from the config, or is incomplete.
     """
 
     status: Status

@@ -19,7 +19,7 @@ from tests.checks.inputs import config, found, model, one
 
 
 def problems(override: str, device: Device, capability: int | None = None) -> list[Problem]:
-    """What the check of precision alone finds; the config names no model that was read."""
+    """Problems of the check of precision alone; the config names no model that was read."""
     findings = Findings("c.yaml")
     checks = ModelChecks(config(override), findings)
     check_precision(checks, device, findings, lambda: capability)

@@ -23,6 +23,7 @@ import yaml
 HISTORY = "history.json"
 NOT_MEASURED = re.compile(r"steps? (\d+)(?: to (\d+))?: .*evaluation")
 THRESHOLD = re.compile(r"life: the staleness threshold is ([\d.]+)$")
+EVALUATED = re.compile(r"step (\d+), versions? [^:]*: eval/")
 RESUMED = re.compile(r"going on after step (\d+),|the run goes on after step (\d+)$")
 CLOSE = 1e-5
 
@@ -259,6 +260,16 @@ class _Run:
         if most == 0 and late:
             yield f"with threshold 0 steps {late} have trained stale samples"
 
+    def _measured_before(self) -> set[int]:
+        """Steps whose evaluation came before a resume or a rollback to them."""
+        measured, before = set[int](), set[int]()
+        for line in self.log:
+            if found := EVALUATED.search(line):
+                measured.add(int(found[1]))
+            elif found := RESUMED.search(line):
+                before |= measured & {int(next(filter(None, found.groups())))}
+        return before
+
     def _evaluations(self, history: list[dict[str, Any]]) -> Iterator[str]:
         own, k = self.config["eval"], self.config["async"]["sync_steps"]
         every = own["every_steps"] or own["every"] * k
@@ -274,6 +285,7 @@ class _Run:
             for found in map(RESUMED.search, self.log)
             if found is not None
         }
+        before = self._measured_before()
         said = {
             step
             for found in map(NOT_MEASURED.search, self.log)
@@ -288,10 +300,10 @@ class _Run:
         for row in rows:
             exact = row["eval/oldest_version"] == row["eval/newest_version"]
             version, step = int(row["eval/oldest_version"]), row["step"]
-            # within a version the engines have those of its first step, or of a resume since; a
-            # rollback to a step leaves the evaluation of that step that came before it
+            # within a version the engines have those of its first step, or of a resume since
+            own_weights = not step % k or step == self.steps or step in resumed - before
             since = [version * k, *(one for one in resumed if one // k == version)]
-            made = [step] if not step % k or step == self.steps else since
+            made = [step] if own_weights else since
             marks = [_mark(history, one) for one in made if one]
             if exact and version and all(abs(row["eval/a/accuracy"] - m) > CLOSE for m in marks):
                 yield f"the evaluation of step {row['step']} is not of these weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -112,36 +113,35 @@ def restored(learner: Learner) -> Any:
     return restore
 
 
-async def test_a_restore_is_made_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def in_a_turn(made: Any, work: Coroutine[Any, Any, Any]) -> None:
+    task = asyncio.create_task(work)
+    await asyncio.wait_for(made.wait_for_work("rollout"), 5)
+    await asyncio.wait_for(made.take_turn("rollout"), 5)
+    await asyncio.wait_for(task, 5)
+
+
+async def restored_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Learner]:
     made, learner = stage()
     monkeypatch.setattr("trainer.saving.sample_file.read_scored", lambda folder: ())
     monkeypatch.setattr(made._learner, "restore", restored(learner))
     monkeypatch.setattr(made._batcher, "hold", lambda samples: None, raising=False)
-    work = asyncio.create_task(made.restore("checkpoint"))
-    await asyncio.wait_for(made.wait_for_work("rollout"), 5)
-    await asyncio.wait_for(made.take_turn("rollout"), 5)
-    await asyncio.wait_for(work, 5)
+    await in_a_turn(made, made.restore("checkpoint"))
+    return made, learner
+
+
+async def test_a_restore_is_made_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, learner = await restored_in_a_turn(monkeypatch)
     assert learner.done == ["onload", "restore", "offload"]
 
 
 async def test_samples_of_a_restored_version_may_be_of_other_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, learner = stage()
-    monkeypatch.setattr("trainer.saving.sample_file.read_scored", lambda folder: ())
-    monkeypatch.setattr(made._learner, "restore", restored(learner))
-    monkeypatch.setattr(made._batcher, "hold", lambda samples: None, raising=False)
-    work = asyncio.create_task(made.restore("checkpoint"))
-    await asyncio.wait_for(made.wait_for_work("rollout"), 5)
-    await asyncio.wait_for(made.take_turn("rollout"), 5)
-    await asyncio.wait_for(work, 5)
+    made, learner = await restored_in_a_turn(monkeypatch)
     learner.unchanged = False  # as Learner.restore sets it
     found = []
     for version in (1, 2):
-        snapshot = asyncio.create_task(made.snapshot(version))
-        await asyncio.wait_for(made.wait_for_work("rollout"), 5)
-        await asyncio.wait_for(made.take_turn("rollout"), 5)
-        await asyncio.wait_for(snapshot, 5)
+        await in_a_turn(made, made.snapshot(version))
         found.append(learner.unchanged)
     assert found == [False, True]
 

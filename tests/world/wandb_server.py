@@ -25,7 +25,7 @@ PATIENCE_S = 120.0
 
 @dataclass
 class HostedRun:
-    """What the server has of a run: lines of its files by their offset."""
+    """The server's record of a run: lines of its files by their offset."""
 
     files: dict[str, dict[int, str]] = field(default_factory=dict)
     complete: bool = False
@@ -110,7 +110,7 @@ class WandbServer:
         return {"entity": {"organization": {"coreWeaveOrganizationId": None}}}
 
     def _resumed(self, name: str) -> dict[str, Any] | None:
-        """What the client asks before it goes on in a run; None for one that there is not."""
+        """The answer by which a client goes on in a run; None for an unknown run."""
         if (run := self.runs.get(name)) is None:
             return None
         counts = {

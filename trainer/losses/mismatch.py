@@ -14,7 +14,7 @@ their d is staleness too. Over the N fresh tokens of a step, and the S responses
     mismatch/ess     (Σ_s w_s)² / (S Σ_s w_s²) with w_s = exp(Σ_t d_t) over each response: the
                      share of responses that weights of whole responses would leave effective
 
-Sums are float64. Without a fresh token there is no such metric.
+Sums are float64. A step without fresh tokens has none of these metrics.
 """
 
 from __future__ import annotations
