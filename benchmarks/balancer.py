@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import ray
-import uvloop
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import TeacherProxy
@@ -35,6 +33,7 @@ from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
 from async_opd.processes.members import MemberSet, Policy
+from benchmarks.local_ray import on_local_ray
 from teachers.balancer import Balancer
 from teachers.pool import TeacherPool
 from teachers.replica_slots import ReplicaSlots
@@ -174,11 +173,7 @@ def main() -> None:
     for name, value in (("repeats", 3), ("requests", 400), ("replicas", 4), ("decisions", 100_000)):
         parser.add_argument(f"--{name}", type=int, default=value)
     sizes = parser.parse_args()
-    ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    try:
-        print(json.dumps(uvloop.run(measure(sizes))))
-    finally:
-        ray.shutdown()
+    print(json.dumps(on_local_ray(measure(sizes))))
 
 
 if __name__ == "__main__":

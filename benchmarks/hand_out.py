@@ -26,15 +26,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ray
-import uvloop
-
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
 from async_opd.cluster.trainer_actor import RemoteRankGroup
 from async_opd.core.batch import Batch
 from async_opd.core.samples import Header
 from async_opd.core.stages import SCORED
+from benchmarks.local_ray import on_local_ray
 from benchmarks.queue import Case, sample
 from trainer.batcher import Batcher
 from trainer.batches.hand_out import HandOut
@@ -193,11 +191,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     given = parser.parse_args()
     case = Case(given.tokens, given.k, given.batch, 0)
-    ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    try:
-        print(json.dumps(uvloop.run(measure(given.ranks, case, given.steps))))
-    finally:
-        ray.shutdown()
+    print(json.dumps(on_local_ray(measure(given.ranks, case, given.steps))))
 
 
 if __name__ == "__main__":

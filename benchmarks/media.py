@@ -28,8 +28,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import ray
-import uvloop
 
 from async_opd.accounting.images import ImagesInFlight
 from async_opd.accounting.ledger import Ledger
@@ -41,6 +39,7 @@ from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import DEAD, PROMPTS, SCORED, rollouts_topic, topics
 from async_opd.media.cache import FromQueue, MediaCache
+from benchmarks.local_ray import on_local_ray
 from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import Slots
 
@@ -231,12 +230,8 @@ def main() -> None:
     parser.add_argument("--students", type=int, default=2)
     parser.add_argument("--image-kib", type=int, default=90)
     args = parser.parse_args()
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
-    try:
-        work = measured(args.steps, args.n, args.ranks, args.students, args.image_kib)
-        print(json.dumps(uvloop.run(work)))
-    finally:
-        ray.shutdown()
+    work = measured(args.steps, args.n, args.ranks, args.students, args.image_kib)
+    print(json.dumps(on_local_ray(work)))
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 import ray
-import uvloop
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
 from async_opd.core.batch import Batch
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs, TopK
+from benchmarks.local_ray import on_local_ray
 
 IN_FLIGHT = 4
 """Calls a producer or consumer has under way, as the stages do."""
@@ -210,11 +210,7 @@ def main() -> None:
     cases = {name: CASES[name] for name in given.only}
     if given.batches:
         cases = {n: replace(case, samples=given.batches * case.batch) for n, case in cases.items()}
-    ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    try:
-        print(json.dumps(uvloop.run(measure(cases, given.repeats))))
-    finally:
-        ray.shutdown()
+    print(json.dumps(on_local_ray(measure(cases, given.repeats))))
 
 
 if __name__ == "__main__":

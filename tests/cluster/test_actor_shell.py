@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import ray
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.core.errors import EngineStartError, StageError, StageTimeout
+from tests.world.ray_cluster import started
 
 pytestmark = pytest.mark.engine
 
@@ -60,7 +62,8 @@ VICTIM = f"{__name__}:Victim"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     env = {"env_vars": {"PYTHONPATH": os.getcwd()}}
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, runtime_env=env)
+    local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+    started(partial(ray.init, **local, runtime_env=env))
     yield
     ray.shutdown()
 

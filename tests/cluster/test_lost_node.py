@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks.resources import gpus_of_cluster
@@ -29,6 +28,7 @@ from async_opd.core.errors import (
 )
 from async_opd.waiting.waits import Waits
 from tests.world.config import run_config
+from tests.world.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.engine
 
@@ -59,14 +59,8 @@ ENGINE = f"{__name__}:Engine"
 def cluster() -> Iterator[Any]:
     """A head and a second node."""
     node = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
-    cluster.add_node(**node)
-    ray.init(address=cluster.address, log_to_driver=False)
-    try:
+    with ray_cluster(node, node) as cluster:
         yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 async def test_a_process_whose_node_is_lost_is_displaced_after_the_heads_verdict(

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -32,6 +31,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError
 from async_opd.models.engine_args import Device
 from tests.world.config import changed, run_config
+from tests.world.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.engine
 
@@ -58,14 +58,8 @@ def cluster() -> Iterator[None]:
     node = {"num_cpus": 1, "num_gpus": 8, "object_store_memory": 80 << 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        cluster = Cluster(initialize_head=True, head_node_args=node)
-        cluster.add_node(**node, env_vars={"NCCL_CUMEM_ENABLE": "0"})
-        ray.init(address=cluster.address, log_to_driver=False)
-        try:
+        with ray_cluster(node, {**node, "env_vars": {"NCCL_CUMEM_ENABLE": "0"}}):
             yield
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
 
 
 def config(*, rollout: int = 4, ranks: int = 2, start_s: float = BOUND_S) -> RunConfig:
