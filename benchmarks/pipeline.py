@@ -1,21 +1,23 @@
 """How close the pipeline comes to its slowest stage, and what asynchrony buys.
 
-    python -m benchmarks.pipeline [--samples N] [--only s1 s05 on_policy s1_64 s1_4]
+    python -m benchmarks.pipeline [--samples N] [--only s1 s05 s075 on_policy s1_64 s1_4]
 
 Real Ray actors, queue, admission and stages; the engines are simulated (``benchmarks.simulated``):
 16 rollout replicas of 32 slots, log-normal lengths (sigma 1), 4 teacher replicas, one trainer,
 batch 128, K = 4. The stages' own limits are within 10 % of each other: trainer, teachers,
 rollout in this order.
 
-    efficiency            samples/s over the smallest limit at s = 1      efficiency_s05: s = 0.5
+    efficiency            samples/s over the smallest limit at s = 1
+    efficiency_s05, _s075   the same at s = 0.5 and 0.75 (``benchmarks.half_version`` says why)
     speedup_over_on_policy  over the same pools at s = 0, K = 1, batch 512
     cpu_ms_per_sample     CPU time of the control plane: the driver, with admission, ledger,
                         versions and metrics; queue and scorer (the data plane) are beside it
+    wait_s                the trainer's wait for a batch, by the step of a weight version
     efficiency_64         64 rollout and 16 teacher replicas, batch 512, at twice the samples/s:
                         what two cores carry beside the 80 processes of the simulated engines
     efficiency_4        4 rollout replicas and one teacher, batch 32
 
-Prints one JSON line last. About 12 minutes.
+Prints one JSON line last. About 15 minutes.
 """
 
 from __future__ import annotations
@@ -122,6 +124,7 @@ CASES = {
     for case in (
         Case("s1", 1.0),
         Case("s05", 0.5),
+        Case("s075", 0.75),
         Case("on_policy", 0.0, sync_steps=1, batch=512, warm_up=1),  # synchronous: no transient
         Case("s1_64", 1.0, scale=4, rate=2 * RATE),
         Case("s1_4", 1.0, scale=0.25),
@@ -247,8 +250,10 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
     limit = min(limits.values())
     used = [1000 * (b - a) / trained for a, b in zip(before, after, strict=True)]
 
-    def mean(key: str) -> float:
-        return round(statistics.fmean(step[key] for step in measured if key in step), 3)
+    def mean(key: str, steps: list[dict[str, float]] = measured) -> float:
+        return round(statistics.fmean(step[key] for step in steps if key in step), 3)
+
+    waits = [mean("train/wait_s", measured[at::every]) for at in range(every)]
 
     return {
         "samples_per_s": round(rate, 2),
@@ -262,6 +267,8 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
         "in_flight": mean("rollout/in_flight"),
         "staleness_mean": mean("staleness/mean"),
         "staleness_max": max(step["staleness/max"] for step in measured),
+        "sync_s": mean("sync/seconds"),
+        "wait_s": waits,
     }
 
 
@@ -285,8 +292,9 @@ async def measure(names: list[str], samples: int) -> dict[str, Any]:
     if "s1" in found:
         result["efficiency"] = found["s1"]["efficiency"]
         result["cpu_ms_per_sample"] = found["s1"]["cpu_ms_per_sample"]
-    if "s05" in found:
-        result["efficiency_s05"] = found["s05"]["efficiency"]
+    for name in ("s05", "s075"):
+        if name in found:
+            result[f"efficiency_{name}"] = found[name]["efficiency"]
     if {"s1", "on_policy"} <= set(found):
         ratio = found["s1"]["samples_per_s"] / found["on_policy"]["samples_per_s"]
         result["speedup_over_on_policy"] = round(ratio, 2)

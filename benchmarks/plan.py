@@ -1,6 +1,6 @@
 """How close the planner comes to real Ray actors with simulated engines.
 
-    python -m benchmarks.plan [--samples N] [--only s1 s05 on_policy s1_64 s1_4] [--measured FILE]
+    python -m benchmarks.plan [--samples N] [--only s1 s05 …] [--measured FILE]
 
 Runs the cases of ``benchmarks.pipeline`` (or takes what it printed, from FILE), simulates the same
 settings in virtual time, and compares. Nothing is fitted: both are given the same speeds.
@@ -9,7 +9,7 @@ settings in virtual time, and compares. Nothing is fitted: both are given the sa
     error          predicted over measured efficiency, minus 1      worst_error: the largest |error|
     predict_s      seconds the prediction took
 
-Prints one JSON line last. About 12 minutes without FILE.
+Prints one JSON line last. About 15 minutes without FILE.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ MAY_CHANGE = (
     *("teachers.*.urls", "teachers.*.api_key_env", "teachers.*.concurrency"),
     *("teachers.*.placement", "teachers.*.with"),
     *("teachers.*.health.*", "teachers.*.max_dead_letter_share", "supervision.*"),
+    "teachers.*.max_bias",
     *("train.ranks", "train.context_parallel", "train.replicate"),
     *("train.threads", "train.tokens_per_micro_batch"),
     *("train.export_dtype", "train.gradient_checkpointing", "train.attention", "train.peak_tflops"),

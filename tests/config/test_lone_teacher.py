@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from async_opd.config.load import load_config
-from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
+from async_opd.config.lone_teacher import (
+    ITSELF,
+    with_itself_as_teacher,
+    with_one_teacher,
+    with_whole_teacher,
+)
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.teachers import VllmTeacher
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vision.yaml"
 READS = "reads: {model: /no, sources: [sort], engine: {max_model_len: 64}%s}"
@@ -47,3 +55,38 @@ def test_one_teacher_alone_shares_no_gpu() -> None:
     made = with_one_teacher(config(READS % shared, SEES), "reads")
     (teacher,) = made.teachers.values()
     assert (list(made.teachers), teacher.host) == (["reads"], None)
+
+
+def test_the_student_is_scored_in_no_quantized_engine() -> None:
+    low = "reads: {model: /no, engine: {quantization: fp8_per_channel, max_num_seqs: 3}}"
+    itself = with_itself_as_teacher(config(low)).teachers[ITSELF]
+    engine = itself.engine  # type: ignore[union-attr]
+    assert (engine.quantization, engine.max_num_seqs) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "quantization: fp8_per_channel",
+        "kv_cache_dtype: fp8",
+        "extra: {quantization: mxfp4, seed: 3}",
+        "extra: {kv_cache_dtype: fp8_e5m2}",
+    ],
+)
+def test_a_teacher_of_low_precision_is_whole_without_its_quantization(engine: str) -> None:
+    low = config(f"reads: {{model: /no, sources: [sort], replicas: 2, engine: {{{engine}}}}}", SEES)
+    whole = with_whole_teacher(low, "reads")
+    assert whole is not None
+    (teacher,) = whole.teachers.values()
+    assert isinstance(teacher, VllmTeacher)
+    assert not teacher.engine.low_precision
+    assert set(teacher.engine.extra) <= {"seed"}
+    assert (teacher.model, teacher.replicas) == ("/no", 1)
+
+
+def test_other_teachers_are_whole_as_they_are() -> None:
+    itself = "anchor: {kind: self, sources: [sort], engine: {quantization: fp8_per_channel}}"
+    teachers = config(itself, SERVED)
+    assert with_whole_teacher(teachers, "anchor") is None
+    assert with_whole_teacher(teachers, "sees") is None
+    assert with_whole_teacher(config(READS % "", SEES), "reads") is None

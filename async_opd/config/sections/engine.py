@@ -94,6 +94,20 @@ class EngineConfig(Section):
         named = self.quantization or self.extra.get("quantization")
         return SCHEMES.get(str(named))  # type: ignore[call-overload, no-any-return]
 
+    @property
+    def whole(self) -> Self:
+        """The same engine with weights as in the files, and a cache like its activations."""
+        rounded = {"quantization", "quantization_config", "kv_cache_dtype"}
+        extra = {key: value for key, value in self.extra.items() if key not in rounded}
+        cache = "auto" if self.kv_cache_dtype.startswith("fp8") else self.kv_cache_dtype
+        parts = {"quantization": None, "kv_cache_dtype": cache, "extra": extra}
+        return self.model_copy(update=parts)
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the engine rounds the weights of the files, or its KV cache to float8."""
+        return self != self.whole
+
     def cache_itemsize(self, dtype: str) -> int:
         """Bytes of a number in the KV cache of an engine that computes in ``dtype``."""
         cached = str(self.extra.get("kv_cache_dtype", self.kv_cache_dtype))

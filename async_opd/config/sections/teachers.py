@@ -171,6 +171,10 @@ class VllmTeacher(EngineTeacher, ModelSection):
     """A model in the run's own vLLM engines."""
 
     kind: Literal["vllm"] = "vllm"
+    max_bias: float = Field(default=0.1, ge=0)
+    """Of a teacher whose engine quantizes weights or KV cache: the largest bias as a share of its
+    signal KL(teacher ‖ student). ``doctor --engines`` and ``probe`` measure it against the weights
+    of its files, and refuse a larger one (docs/doctor.md)."""
 
 
 class SelfTeacher(EngineTeacher):

@@ -3,6 +3,7 @@
     all pools ──► responses of the student, one update pushed and proven ──► student's floor
     one scoring engine with the student's weights ──► the same tokens ──┘
     each teacher's replicas, one teacher after the other ──► disagreement of its replicas
+    one of low precision again, with the weights of its files ──► the bias of its precision
 
 Nothing of the run is kept: the pools have a directory that is removed.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,15 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 from async_opd.accounting.images import kept
 from async_opd.checks.models import quantization
-from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
+from async_opd.config.lone_teacher import (
+    ITSELF,
+    with_itself_as_teacher,
+    with_one_teacher,
+    with_whole_teacher,
+)
 from async_opd.config.run_config import RunConfig
-from async_opd.config.sections.loss import K1Config
+from async_opd.config.sections.loss import ForwardKLConfig, K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
 from async_opd.core.arrays import Float32
-from async_opd.core.batch import Batch
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
-from async_opd.core.scores import SampledLogprobs
+from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import supervised
 from async_opd.data.prompts import to_prompt
@@ -37,6 +43,7 @@ from async_opd.models.model_files import ModelFiles, is_hub_id, is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import prepare
 from async_opd.tools.doctor.agreement import Agreement
+from async_opd.tools.doctor.bias import PrecisionBias
 from async_opd.tools.doctor.finding import Finding
 from async_opd.tools.doctor.prompts import sampled
 from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
@@ -47,7 +54,7 @@ if TYPE_CHECKING:
     from async_opd.weight_sync.layout import WeightMeta
 
 TOPIC = "engines"
-PROMPTS, RESPONSE_TOKENS = 32, 64
+PROMPTS, RESPONSE_TOKENS, TOP_K = 32, 64, 64
 BOUND = "four times the rounding that the first weight sync measured"
 FRESHNESS: dict[Kind, tuple[str, str, str]] = {
     "text": ("held rows", "sync/freshness_nats", "sync/freshness_limit_nats"),
@@ -102,6 +109,12 @@ async def examine_engines(
         notify(f"starting teacher {name}")
         own = [one for one in measured.responses if _may_score(config, name, one)]
         found += await _of_teacher(quick, name, device, eos_ids, prompts, own, bound)
+        whole = with_whole_teacher(quick, name)
+        if whole is None:
+            found += _not_whole(quick, name)
+        else:
+            notify(f"starting teacher {name} again, and with the weights of its files")
+            found.append(await _biased(quick, whole, name, device, eos_ids, prompts, own))
     return found
 
 
@@ -286,37 +299,85 @@ def _apart(name: str, pair: str, found: Agreement, signal: float, bound: float) 
     return Finding(TOPIC, "warning", f"{message}; bound {bound:.2g}", remedy)
 
 
-async def _scores(
+def _not_whole(config: RunConfig, name: str) -> Iterator[Finding]:
+    """A warning of a teacher whose own files are quantized."""
+    teacher = config.teachers[name]
+    files = ModelFiles.read(teacher.model) if isinstance(teacher, VllmTeacher) else None
+    if files is not None and files.quantized:
+        message = f"teachers.{name}: the bias of its precision is unknown: its files are quantized"
+        remedy = "name the model as it was before, with engine.quantization, to measure it"
+        yield Finding(TOPIC, "warning", message, remedy)
+
+
+async def _biased(
+    config: RunConfig,
+    whole: RunConfig,
+    name: str,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    responses: Sequence[Rollout],
+) -> Finding:
+    """The bias of a teacher's precision, an error if it is too large. ``whole``: its files'."""
+    low, teacher = with_one_teacher(config, name), config.teachers[name]
+    assert isinstance(teacher, VllmTeacher)
+    itself = with_itself_as_teacher(config, {one.data_source for one in prompts if one.media})
+    try:
+        scores = [
+            (await _topk(one, of, device, eos_ids, prompts, responses))[0]
+            for one, of in ((whole, name), (low, name), (itself, ITSELF))
+        ]
+        found = PrecisionBias.of(*scores)
+    except Exception as error:  # Ray raises the bare class if it cannot start
+        failed = _failed(f"teachers.{name}: the bias of its precision", error)
+        return replace(failed, status="warning")
+    problem = found.problem("", name, teacher.max_bias)
+    if problem is None:
+        return Finding(TOPIC, "ok", f"teachers.{name}: {found}")
+    return Finding(TOPIC, "error", f"{problem.key}: {problem.message}", problem.remedy)
+
+
+async def _topk(config: RunConfig, *asked: Any) -> list[list[TopK]]:
+    """``_answers`` of a teacher that sends its top-k."""
+    files = ModelFiles.read(config.student.model, weights=False)
+    rows = None if files is None else files.vocabulary
+    loss = ForwardKLConfig(top_k=min(TOP_K, rows or TOP_K))
+    answers = await _answers(config.model_copy(update={"loss": loss}), *asked)
+    return [[one for one in scores if isinstance(one, TopK)] for scores in answers]
+
+
+async def _scores(config: RunConfig, *asked: Any) -> list[list[Float32]]:
+    """``_answers`` of a teacher that sends the log-probabilities of each rollout's tokens."""
+    answers = await _answers(config.model_copy(update={"loss": K1Config(kind="k1")}), *asked)
+    return [
+        [one.logprobs for one in scores if isinstance(one, SampledLogprobs)] for scores in answers
+    ]
+
+
+async def _answers(
     config: RunConfig,
     name: str,
     device: Device,
     eos_ids: tuple[int, ...],
     prompts: Sequence[Prompt],
     rollouts: Sequence[Rollout],
-) -> list[list[Float32]]:
-    """For each replica of a teacher the log-probabilities of each rollout's tokens. StageError.
+) -> list[list[Scores]]:
+    """For each replica of a teacher the scores of each rollout. StageError.
 
     ``prompts`` have the bytes of the rollouts' images.
     """
     from async_opd.cluster.launch import launch_teacher
 
-    plain = config.model_copy(update={"loss": K1Config(kind="k1")})
     used = {one.sha256 for rollout in rollouts for one in rollout.prompt.media}
     shown = [one for one in prompts if used.intersection(m.sha256 for m in one.media)]
     given: dict[str, Any] = {"device": device, "eos_ids": eos_ids, "prompts": shown}
-    async with launch_teacher(plain, name, **given) as replicas:
+    async with launch_teacher(config, name, **given) as replicas:
         batch = Batch.pack(rollouts)
         asked = gather_or_cancel(*(replica.score(batch) for replica in replicas))
         answers = await Deadline(f"teachers.{name}").within(
             config.timeouts.stall_s, "scoring", asked, "raise timeouts.stall_s"
         )
-    return [[_logprobs(sample) for sample in answer.unpack()] for answer in answers]
-
-
-def _logprobs(sample: Any) -> Float32:
-    assert isinstance(sample, Sample)
-    assert isinstance(sample.scores, SampledLogprobs), "k1 asks for sampled tokens only"
-    return sample.scores.logprobs
+    return [[one.scores for one in unpack(Sample, [answer])] for answer in answers]
 
 
 def _failed(what: str, error: Exception) -> Finding:

@@ -1,6 +1,7 @@
 """``async_opd probe CONFIG``: will these teachers teach this student?
 
-Exit codes: 0 it was measured, whatever the verdict; 1 an engine failed, 2 bad config.
+Exit codes: 0 it was measured, whatever the verdict; 1 an engine failed; 2 bad config, or a teacher
+whose precision has a larger bias than its ``max_bias``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from async_opd.config.overrides import add_overrides, load_given
+from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented
 from async_opd.processes.output import write_stderr
 
 if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
     from async_opd.tools.probe.figures import Estimate, PairFigures, PositionGap
     from async_opd.tools.probe.verdict import Judgement
 
@@ -44,7 +47,6 @@ def add_probe(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(given: argparse.Namespace) -> int:
-    from async_opd.core.errors import ConfigError, Problem
     from async_opd.tools.probe.engines import run_engines
     from async_opd.tools.probe.figures import figures_of
     from async_opd.tools.probe.verdict import verdicts
@@ -62,7 +64,20 @@ def _probe(given: argparse.Namespace) -> int:
     judged = verdicts(pairs)
     text = _document(pairs, judged) if given.json else "\n".join(_lines(pairs, judged))
     print(given.redacted(text))
+    problems = [one for pair in pairs for one in _refused(pair, config, given.config)]
+    if problems:
+        raise ConfigError(problems)
     return 0
+
+
+def _refused(pair: PairFigures, config: RunConfig, where: str) -> Iterator[Problem]:
+    """The problem of a teacher whose precision has too large a bias."""
+    from async_opd.config.sections.teachers import VllmTeacher
+
+    teacher = config.teachers[pair.teacher]
+    if pair.precision is not None and isinstance(teacher, VllmTeacher):
+        problem = pair.precision.problem(where, pair.teacher, teacher.max_bias)
+        yield from [] if problem is None else [problem]
 
 
 def _document(pairs: Sequence[PairFigures], judged: Sequence[Judgement]) -> str:
@@ -99,6 +114,8 @@ def _figures(pair: PairFigures) -> Iterator[tuple[str, str]]:
     first = f"first token {start.token}: teacher {start.teacher:.1%}, student {start.student:.1%}"
     bias = "" if pair.bias is None else f"; bias {pair.bias.mean:+.2g} nats on right responses"
     yield "template", first + bias
+    if pair.precision is not None:
+        yield "precision", str(pair.precision)
     if pair.own_start is not None and pair.own_later is not None:
         sure = f"{pair.own_start:.2f} nats of their first token, {pair.own_later:.2f} of later ones"
         yield "its answers", f"the teacher's log-probability is {sure}"

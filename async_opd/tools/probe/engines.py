@@ -3,6 +3,7 @@
     student's rollout engines ──► answers, responses
     student's weights in a scoring engine ──► its top-k of the responses: the floor
     each teacher's engines ──► its top-k of the responses, its own answers
+    one of low precision, with the weights of its files ──► its top-k: the bias of its precision
 
 Never are two of them there at once: a probe needs the memory of the largest. Nothing is kept.
 """
@@ -16,7 +17,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from async_opd.checks.images.endpoint_probes import endpoint_probes
-from async_opd.config.lone_teacher import ITSELF, with_itself_as_teacher, with_one_teacher
+from async_opd.config.lone_teacher import (
+    ITSELF,
+    with_itself_as_teacher,
+    with_one_teacher,
+    with_whole_teacher,
+)
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
 from async_opd.config.sections.teachers import EndpointTeacher
@@ -31,7 +37,14 @@ from async_opd.models.tokenizer import Text
 from async_opd.prepare import check_inputs
 from async_opd.tools.probe.asked import AskedSource, asked_sources
 from async_opd.tools.probe.figures import Measured
-from async_opd.tools.probe.measuring import Model, StudentAnswers, ask_student, ask_teacher, scored
+from async_opd.tools.probe.measuring import (
+    Model,
+    StudentAnswers,
+    ask_student,
+    ask_teacher,
+    scored,
+    with_whole,
+)
 from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
 from teachers.endpoint.check import check_endpoints
 
@@ -95,6 +108,19 @@ async def measure(
         notify(f"starting teacher {name}")
         shown = [prompt for one in sources if one.teacher == name for prompt in one.asked.prompts]
         await _with_teacher(with_one_teacher(alone, name), name, device, eos_ids, shown, ask)
+
+        async def ask_whole(model: Model, name: str = name) -> None:
+            for one, its in zip(sources, answers, strict=True):
+                if one.teacher == name:
+                    scores = await scored(model, its.rollouts)
+                    found[one.source] = with_whole(found[one.source], scores)
+
+        if (whole := with_whole_teacher(alone, name)) is not None:
+            notify(f"starting teacher {name} with the weights of its files")
+            try:
+                await _with_teacher(whole, name, device, eos_ids, shown, ask_whole)
+            except Exception as error:  # Ray raises the bare class if it cannot start
+                notify(f"teachers.{name}: the bias of its precision was not measured: {error}")
     return [found[one.source] for one in sources]
 
 

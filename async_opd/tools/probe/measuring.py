@@ -24,7 +24,8 @@ from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, SupportScores, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import GradeRollout
-from async_opd.tools.probe.figures import UNGRADED, Float64, Measured, Response
+from async_opd.tools.doctor.divergences import Float64
+from async_opd.tools.probe.figures import UNGRADED, Measured, Response
 from async_opd.waiting.deadline import gather_or_cancel
 
 CALL = 64
@@ -120,6 +121,12 @@ async def ask_teacher(
     ]
     sure = [sampled_logprobs(one) for one in certain]
     return Measured(*names, answers.grades, grades, responses, sure, other_grades)
+
+
+def with_whole(measured: Measured, scores: Sequence[Sample]) -> Measured:
+    """The pair, with the teacher's scores of its responses by the weights of its files."""
+    both = zip(measured.responses, scores, strict=True)
+    return replace(measured, responses=[replace(one, whole=_topk(own)) for one, own in both])
 
 
 def _read(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from async_opd.core.errors import EngineStartError
 from async_opd.core.reports import SyncReport
 from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
-from async_opd.core.scores import SampledLogprobs
+from async_opd.core.scores import SampledLogprobs, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.tools.doctor.engines import examine_engines
@@ -99,15 +101,22 @@ class Pools:
 
 @dataclass
 class Replica:
-    """Gives every token the log-probability ``value``."""
+    """Gives every token the log-probability ``value``, and with ``topk`` another one the rest."""
 
     value: float
+    topk: bool = False
 
     async def score(self, batch: Batch) -> Batch:
         items = [one for one in batch.unpack() if isinstance(one, Rollout)]
-        values = [np.full(len(one.rollout_logprobs), self.value, np.float32) for one in items]
-        pairs = zip(items, values, strict=True)
-        return Batch.pack([Sample(one, SampledLogprobs(logprobs)) for one, logprobs in pairs])
+        return Batch.pack([Sample(one, self._scores(len(one.rollout_logprobs))) for one in items])
+
+    def _scores(self, length: int) -> SampledLogprobs | TopK:
+        own = np.full(length, self.value, np.float32)
+        if not self.topk:
+            return SampledLogprobs(own)
+        both = np.float32([self.value, np.log1p(-np.exp(self.value))])
+        rest = np.full(length, -100, np.float32)
+        return TopK(np.tile(np.int32([20, 21]), (length, 1)), np.tile(both, (length, 1)), own, rest)
 
 
 @dataclass
@@ -136,8 +145,11 @@ class Cluster:
     ) -> AsyncIterator[list[Replica]]:
         self.launched.append(config)
         self.shown[name] = [one.uid for one in prompts]
-        kind = config.teachers[name].kind
-        yield [Replica(value) for value in self.teachers.get(f"{kind} {name}", self.teachers[name])]
+        teacher = config.teachers[name]
+        low = teacher.kind == "vllm" and teacher.engine.low_precision
+        key = f"{'low' if low else teacher.kind} {name}"
+        topk = config.loss.kind == "forward_kl"
+        yield [Replica(value, topk) for value in self.teachers.get(key, self.teachers[name])]
 
 
 @pytest.fixture
@@ -220,6 +232,91 @@ def test_a_server_is_compared_with_its_weights(cluster: Cluster, tmp_path: Path)
     served = f"{{kind: endpoint, urls: ['http://127.0.0.1:9'], served_model: s, model: {model}}}"
     (line,) = [one for one in found(tmp_path, f"teachers.sort={served}") if one.status != "ok"]
     assert line.found.startswith("teachers.sort: its server and its weights: mean |Δ| 0.5")
+
+
+QUANTIZED = "teachers.sort.engine.quantization=fp8_per_channel"
+
+
+def biases(lines: Sequence[Finding]) -> list[Finding]:
+    return [one for one in lines if "precision" in one.found]
+
+
+def test_a_teacher_of_low_precision_has_its_bias_as_a_share_of_its_signal(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.teachers["low sort"] = [-2.1]
+    (line,) = biases(found(tmp_path, QUANTIZED))
+    whole, low, student = np.exp([-2.0, -2.1, -1.0])
+    bias, signal = divergence(whole, low), divergence(whole, student)
+    assert line.status == "ok"
+    assert f"bias of {bias:.2g} nats a token: {bias / signal:.1%} of the signal" in line.found
+    assert f"{signal:.2g}, over 4 tokens" in line.found
+
+
+def divergence(p: float, q: float) -> float:
+    return float(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)))
+
+
+def test_a_bias_above_its_bound_is_an_error_unless_the_config_allows_it(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.teachers["low sort"] = [-3.0]
+    (line,) = biases(found(tmp_path, QUANTIZED))
+    assert line.status == "error"
+    assert line.found.startswith("teachers.sort.max_bias: ")
+    assert line.remedy.endswith("or raise teachers.sort.max_bias")
+    cluster.pools = Pools()
+    (line,) = biases(found(tmp_path, QUANTIZED, "teachers.sort.max_bias=10"))
+    assert line.status == "ok"
+
+
+def test_no_bias_is_measured_of_a_teacher_in_the_precision_of_its_files(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    assert biases(found(tmp_path)) == []
+
+
+def test_the_student_by_itself_and_the_reference_are_not_quantized(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    quantized = QUANTIZED.replace("sort", "reverse")
+    found(tmp_path, QUANTIZED, quantized, "teachers.sort.engine.kv_cache_dtype=fp8")
+    alone = [(name, one.teachers[name]) for one in cluster.launched[1:] for name in one.teachers]
+    low = [(name, one.engine.low_precision) for name, one in alone if one.kind != "endpoint"]
+    assert low == [
+        (ITSELF, False),
+        *(("sort", low) for low in (True, False, True)),
+        (ITSELF, False),
+        *(("reverse", low) for low in (True, False, True)),
+        (ITSELF, False),
+    ]
+
+
+def test_a_reference_that_does_not_start_is_a_warning(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = cluster.launch_teacher
+
+    def too_large(config: RunConfig, name: str, **given: Any) -> Any:
+        if config.loss.kind == "forward_kl" and name == "sort":
+            raise EngineStartError("teachers.sort", "out of memory", "a larger GPU")
+        return started(config, name, **given)
+
+    monkeypatch.setattr(launch, "launch_teacher", too_large)
+    (line,) = biases(found(tmp_path, QUANTIZED))
+    assert (line.status, line.remedy) == ("warning", "a larger GPU")
+    assert "could not be measured: teachers.sort: out of memory" in line.found
+
+
+def test_the_bias_of_files_that_are_quantized_is_unknown(cluster: Cluster, tmp_path: Path) -> None:
+    own = tmp_path / "quantized"
+    shutil.copytree(EXAMPLE.parent / "quickstart" / "models" / "teacher-sort", own)
+    settings = json.loads((own / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "awq"}
+    (own / "config.json").write_text(json.dumps(settings))
+    (line,) = biases(found(tmp_path, f"teachers.sort.model={own}"))
+    assert line.status == "warning"
+    assert "its files are quantized" in line.found
 
 
 def test_pools_that_do_not_start_are_an_error_with_the_cause(

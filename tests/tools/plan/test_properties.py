@@ -98,6 +98,25 @@ def test_the_budget_bounds_the_samples_of_each_version(case: Setting) -> None:
         assert started <= (version + 1 + case.staleness_threshold) * per_version
 
 
+@examples(100)
+@given(case=cases())
+def test_the_threshold_bounds_the_mean_staleness(case: Setting) -> None:
+    case = replace(case, max_version_lag=None)
+    seen = trained(SimulatedRun(case, seed=0, endless=False))
+    assert sum(staleness for _, staleness in seen) <= case.staleness_threshold * len(seen)
+
+
+@examples(100)
+@given(case=cases())
+def test_a_version_trains_few_samples_of_older_versions(case: Setting) -> None:
+    case = replace(case, max_version_lag=None)
+    seen = trained(SimulatedRun(case, seed=0, endless=False))
+    per_version = case.sync_steps * case.batch_size
+    for first in range(0, len(seen), per_version):
+        stale = sum(staleness > 0 for _, staleness in seen[first : first + per_version])
+        assert stale <= case.staleness_threshold * per_version
+
+
 @examples(60)
 @given(case=cases(), lag=st.integers(0, 2))
 def test_nothing_staler_than_the_hard_bound_is_trained(case: Setting, lag: int) -> None:

@@ -18,6 +18,7 @@ from async_opd.cluster import launch
 from async_opd.config.load import load_config
 from async_opd.config.lone_teacher import ITSELF
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.teachers import VllmTeacher
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import EngineStartError, Problem, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
@@ -39,6 +40,7 @@ class Replica:
     text: Text
     good: bool
     fails: bool = False
+    first: float = 0.6
 
     async def run(self) -> None:
         if self.fails:
@@ -59,7 +61,10 @@ class Replica:
         return made
 
     async def score(self, batch: Batch) -> Batch:
-        logs, ids = np.log([0.6, 0.4]).astype(np.float32), np.array([20, 21], np.int32)
+        logs, ids = (
+            np.log([self.first, 1 - self.first]).astype(np.float32),
+            np.array([20, 21], np.int32),
+        )
         found = []
         for one in unpack(Rollout, [batch]):
             length = len(one.rollout_logprobs)
@@ -77,6 +82,8 @@ class Cluster:
     launched: list[str] = field(default_factory=list)
     configs: list[RunConfig] = field(default_factory=list)
     fails: str = ""
+    rounded: float = 0.9
+    """What a quantized teacher gives the first token; ``sort`` gives it 0.9, the student 0.6."""
 
     @asynccontextmanager
     async def evaluators(self, config: RunConfig, **_: Any) -> AsyncIterator[Replica]:
@@ -90,7 +97,10 @@ class Cluster:
             raise EngineStartError(f"teachers.{name}", "out of memory", "a smaller model")
         self.launched.append(name)
         self.configs.append(config)
-        yield [Replica(self.text, good=True), Replica(self.text, good=True)]
+        teacher = config.teachers[name]
+        low = isinstance(teacher, VllmTeacher) and teacher.engine.low_precision
+        first = self.rounded if low else 0.9 if name == "sort" else 0.6
+        yield [Replica(self.text, good=True, first=first) for _ in range(2)]
 
 
 @pytest.fixture
@@ -214,6 +224,49 @@ def test_evaluation_prompts_are_asked_where_only_they_have_answers(
 ) -> None:
     found = documents(capsys, without_answers(tmp_path))["sort"]
     assert found["teacher_accuracy"]["mean"] == 1
+
+
+QUANTIZED = "teachers.sort.engine.quantization=fp8_per_channel"
+
+
+def test_a_quantized_teacher_is_asked_again_with_the_weights_of_its_files(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.rounded = 0.89
+    found = documents(capsys, QUANTIZED)
+    assert cluster.launched == ["rollout engine", ITSELF, "reverse", "sort", "sort"]
+    assert found["reverse"]["precision"] is None
+    p, low, q = (np.array([first, 1 - first]) for first in (0.9, 0.89, 0.6))
+    share = (p * np.log(p / low)).sum() / (p * np.log(p / q)).sum()
+    assert found["sort"]["precision"]["share"] == pytest.approx(share, rel=1e-3)
+
+
+def test_a_quantized_teacher_with_a_large_bias_is_refused_after_its_figures(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.rounded = 0.6
+    assert main([*COMMAND, QUANTIZED]) == 2
+    said = capsys.readouterr()
+    assert "precision    its precision has a bias of 0.23 nats a token: 100.0%" in said.out
+    assert "teachers.sort.max_bias" in said.err
+    assert main([*COMMAND, QUANTIZED, "teachers.sort.max_bias=1.01"]) == 0
+
+
+def test_a_reference_that_does_not_start_leaves_the_other_figures(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = cluster.teacher
+
+    def too_large(config: RunConfig, name: str, **given: Any) -> Any:
+        if cluster.launched[-1] == "sort":
+            raise EngineStartError("teachers.sort", "out of memory", "a larger GPU")
+        return started(config, name, **given)
+
+    monkeypatch.setattr(launch, "launch_teacher", too_large)
+    assert main([*COMMAND, QUANTIZED]) == 0
+    said = capsys.readouterr()
+    assert "sort, teacher sort: will teach" in said.out
+    assert "the bias of its precision was not measured: teachers.sort: out of memory" in said.err
 
 
 def test_an_engine_that_does_not_start_is_a_failure_with_its_remedy(

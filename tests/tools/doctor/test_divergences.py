@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.tools.probe.figures import Float64, Positions
+from async_opd.tools.doctor.divergences import Float64, Positions
 from tests.properties import examples
 from tests.tools.probe.pairs import VOCABULARY, softmax, topk
 
