@@ -15,7 +15,7 @@ from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.models import torchvision_operators, unasked
 from async_opd.observability.loggers.logged_run import is_evaluation
-from async_opd.observability.sinks import Sink, Summary
+from async_opd.observability.sinks import LateSink, Summary
 from async_opd.prepare import prepare
 
 __all__ = ["Callback", "Summary", "distil"]
@@ -43,7 +43,7 @@ class Callback:
         """Called once, when the run has ended and ``summary.json`` is written."""
 
 
-class CallbackSink(Sink):
+class CallbackSink(LateSink):
     """Calls all callbacks; their errors end the run. ``summary``: how it ended, once it has.
 
     ``error``: what ``close`` raised.
@@ -54,7 +54,6 @@ class CallbackSink(Sink):
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks
-        self._failure: Exception | None = None
         self.summary: Summary | None = None
         self.error: str | None = None
 
@@ -88,11 +87,6 @@ class CallbackSink(Sink):
     def _each(self, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
             call(callback)
-
-    def _raise(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
 
 def distil(

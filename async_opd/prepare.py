@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from async_opd.checks.images.endpoint_probes import endpoint_probes
+from async_opd.checks.endpoint_probes import endpoint_probes
 from async_opd.checks.memory_fit import with_defaults
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import with_device

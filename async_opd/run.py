@@ -62,9 +62,8 @@ from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_
 from async_opd.files.safe_open import private_files, write_atomically
 from async_opd.job import Job
 from async_opd.models.tokenizer import Text
-from async_opd.observability.live.console import open_console
+from async_opd.observability.live.console import open_console, resume_command
 from async_opd.observability.live.live_file import LiveFile, read_live
-from async_opd.observability.next_commands import resume_command
 from async_opd.observability.run_log import SUMMARY, RunLog
 from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline

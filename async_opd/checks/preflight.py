@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from async_opd.checks.cold_start import cold_start_rows, given_answers
 from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
-from async_opd.checks.images.families import check_families
+from async_opd.checks.image_families import check_families
 from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
-from async_opd.checks.models import ModelChecks
+from async_opd.checks.models import ModelChecks, check_templates
 from async_opd.checks.precision import check_precision
 from async_opd.checks.resources import (
     gpu_count,
@@ -31,8 +30,9 @@ from async_opd.checks.student import (
     check_routing,
     check_shared_rows,
     check_vlm_student,
+    cold_start_rows,
+    given_answers,
 )
-from async_opd.checks.templates import check_templates
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS

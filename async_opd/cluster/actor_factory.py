@@ -28,10 +28,12 @@ from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import Displaced, EngineStartError
+from async_opd.core.stages import Queue
+from async_opd.media.cache import FromQueue, MediaCache
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
+from async_opd.models.model_files import is_vision_model
 from async_opd.processes.own_settings import KEEPS
-from async_opd.queue.image_caches import image_caches
 from async_opd.sharing.gpu_turns import Barriers
 from async_opd.waiting.deadline import Bound, gather_or_cancel
 from async_opd.waiting.waits import Waits
@@ -379,3 +381,14 @@ class _RebuildTeacher:
     async def close(self) -> None:
         """See teachers.protocols.RebuildTeacher."""
         await self.actor_factory.close()
+
+
+def image_caches(config: RunConfig, model: str, queue: Queue | None) -> tuple[MediaCache, ...]:
+    """The cache of a model's replica, its last argument; none if the model takes no images.
+
+    Without a queue there is none: the replica's requests then have no images.
+    """
+    if queue is None or not is_vision_model(model):
+        return ()
+    nbytes = config.data.image_cache_mib << 20
+    return (MediaCache(FromQueue(queue), nbytes, config.timeouts.request_s),)

@@ -33,9 +33,8 @@ from async_opd.weight_sync.coordinator import TRIES, BroadcastSync, Snapshot
 from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightReceiver, WeightSender
-from rollouter.evaluators import Evaluators
 from rollouter.orders import Order, Orders
-from rollouter.stage import RollouterStage, RolloutReplica
+from rollouter.stage import Evaluators, RollouterStage, RolloutReplica
 
 
 class SyncedTrainer(WeightSender, SharingTrainer, Protocol):

@@ -1,7 +1,8 @@
-"""The tree of config keys: all keys, and the dotted key of a pydantic error."""
+"""The tree of config keys: all keys, the dotted key of a pydantic error, the nearest known key."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -229,3 +230,25 @@ def _fields(places: Sequence[Any]) -> Iterator[tuple[str, FieldInfo]]:
 def _kinds(section: type[BaseModel]) -> tuple[Any, ...]:
     kind = section.model_fields.get("kind")
     return get_args(kind.annotation) if kind else ()
+
+
+MAX_SUGGESTED = 12
+
+
+def nearest(found: Any, allowed: str) -> str:
+    """A suggestion of the closest quoted word in ``allowed``, or the empty string."""
+    near = difflib.get_close_matches(str(found).lower(), re.findall(r"'([^']+)'", allowed), n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def nearest_key(key: str) -> str:
+    """A suggestion of a similar key, or the keys that its section has."""
+    parent, _, name = key.rpartition(".")
+    known = keys_below(parent)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {f'{parent}.{near[0]}'.lstrip('.')}?"
+    elsewhere = keys_called(name)
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    return f"known here: {', '.join(known[:MAX_SUGGESTED])}" if known else "remove it"

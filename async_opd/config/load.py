@@ -17,21 +17,23 @@ from pydantic import ValidationError
 
 from async_opd.config.foreign_keys import GPU_COUNTS, GPUS, name_here
 from async_opd.config.keys import (
+    MAX_SUGGESTED,
     default_of,
     drop_removed,
     key_of,
     keys_below,
     kinds_with,
     meaning_of,
+    nearest,
+    nearest_key,
     new_name,
     why_removed,
 )
-from async_opd.config.nearest import MAX_SUGGESTED, nearest, nearest_key
 from async_opd.config.paths import resolve_paths
 from async_opd.config.run_config import RunConfig, SizesError
 from async_opd.config.secrets import HIDDEN, Redactor, names_secret, take_out
+from async_opd.config.sections.loss import K1_MESSAGE, K1_REMEDY, supervised_k1, without_request
 from async_opd.config.sections.section import CHECK_NAMES
-from async_opd.config.sections.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.config.yaml_text import YamlError, dump_yaml, load_yaml
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.nesting import MAX_DEPTH, too_deep
@@ -263,7 +265,7 @@ class _Source:
         culprit = supervised_k1(loss)
         if culprit is not None:
             key = f"loss.{culprit}" if culprit else "loss"
-            self.add(key, f"found {_shown(loss)}: {MESSAGE}", REMEDY)
+            self.add(key, f"found {_shown(loss)}: {K1_MESSAGE}", K1_REMEDY)
             loss = self.tree["loss"] = without_request(loss)
         if isinstance(loss, dict):
             self.tree["loss"] = {"kind": "forward_kl", **loss}

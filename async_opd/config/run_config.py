@@ -17,7 +17,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
 from async_opd.config.sections.data import ColdStartConfig, DataConfig, beginnings
 from async_opd.config.sections.evaluation import EvalConfig, GradingConfig
-from async_opd.config.sections.log import LogConfig
+from async_opd.config.sections.log import LogConfig, ReportConfig
 from async_opd.config.sections.loss import (
     ForwardKLConfig,
     Loss,
@@ -33,7 +33,6 @@ from async_opd.config.sections.reliability import (
     SupervisionConfig,
     TimeoutConfig,
 )
-from async_opd.config.sections.report import ReportConfig
 from async_opd.config.sections.rollout import RolloutConfig, StudentConfig
 from async_opd.config.sections.section import CHECK_NAMES, Name, Section
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, TeacherConfig

@@ -79,3 +79,14 @@ class Sink(Protocol):
     def close(self, summary: Summary) -> str | None:
         """Called when the run has ended. Returns a message if the sink's record is incomplete."""
         return None
+
+
+class LateSink(Sink):
+    """A sink whose errors come late, of a thread or of a callback: the next call raises them."""
+
+    _failure: Exception | None = None
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

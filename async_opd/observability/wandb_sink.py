@@ -31,7 +31,7 @@ from async_opd.microscope import MICROSCOPE, SampleRecord, files, records
 from async_opd.observability.loggers.environment import environment
 from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
 from async_opd.observability.metric_catalogue import EVALUATION_STEP, STEP, VERSION
-from async_opd.observability.sinks import Sink, Summary
+from async_opd.observability.sinks import LateSink, Summary
 from async_opd.processes.background import BackgroundWorker
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def alert_of(message: str) -> Alert | None:
     return None
 
 
-class WandbSink(Sink):
+class WandbSink(LateSink):
     """One wandb run. ``start`` and ``close`` are bounded; ``log`` passes rows to a thread.
 
     Only that thread waits when wandb's own process accepts no rows. ``resumed`` continues the wandb
@@ -188,7 +188,6 @@ class WandbSink(Sink):
         self._known = self._at
         self._tables = SampleTables(run_dir)
         self._dropped = 0
-        self._failure: Exception | None = None
         self._writer = BackgroundWorker[Row | Alert]("wandb", self._give, MAX_ROWS + MAX_ALERTS)
 
     def start(self) -> str | None:
@@ -300,11 +299,6 @@ class WandbSink(Sink):
         if found is None:
             return {}
         return {key: _wandb_table(found)}
-
-    def _raise(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def rewind(self) -> None:
         """Keeps the rows that wandb has: ``log`` skips their steps from now on."""

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from async_opd.checks.findings import Findings
-from async_opd.checks.images.families import check_families
+from async_opd.checks.image_families import check_families
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.models.engine_args import Device

@@ -24,8 +24,7 @@ from async_opd.core.stages import TRAINER, SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.files.durable import written_file
 from async_opd.media.cache import MediaCache
-from rollouter.evaluators import Evaluators
-from rollouter.stage import RollouterStage
+from rollouter.stage import Evaluators, RollouterStage
 from tests.test_rewind import Handle
 from tests.trainer.test_hand_out import Planner
 from tests.world.clock import Straggling

@@ -24,7 +24,7 @@ from async_opd.files.run_format import write_run_format
 from async_opd.observability.live.console import LiveConsole, PlainConsole
 from async_opd.observability.live.view_state import ViewState
 from async_opd.observability.terminal import terminal_on
-from async_opd.tools.first_steps.config_text import config_text
+from async_opd.tools.first_steps.draft import config_text
 from async_opd.tools.importing.command import imported
 from tests.fuzz.command import command, good, written
 from tests.security.test_terminal import CLEAR, HOSTILE, TITLE, commands

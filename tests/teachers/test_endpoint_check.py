@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from async_opd.checks.images.endpoint_probes import endpoint_probes
+from async_opd.checks.endpoint_probes import endpoint_probes
 from async_opd.checks.preflight import Inputs
 from async_opd.config.load import load_config
 from async_opd.core.errors import Problem

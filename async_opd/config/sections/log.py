@@ -1,4 +1,4 @@
-"""The section ``log``: where metrics go."""
+"""The sections ``log``, where metrics go, and ``report``, what ``async_opd report`` asks for."""
 
 from __future__ import annotations
 
@@ -85,3 +85,11 @@ class LogConfig(Section):
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare off as false
+
+
+class ReportConfig(Section):
+    """Settings of ``async_opd report``; a run does not read them. See docs/report.md."""
+
+    gpu_hour_price: float | None = Field(default=None, ge=0)
+    """Price of one GPU for one hour, in any currency. The report then says what a million trained
+    tokens cost. By default it says the GPU hours only."""

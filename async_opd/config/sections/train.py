@@ -229,11 +229,6 @@ class TrainConfig(Section):
         return self
 
     @property
-    def row_tokens_of_rank(self) -> int:
-        """Tokens of a full row on one rank: rows are cut over ``context_parallel`` ranks."""
-        return -(-self.tokens_per_micro_batch // self.context_parallel)
-
-    @property
     def shards(self) -> int:
         """Parts of the student, its gradients and its optimizer: a rank has one of them."""
         return self.ranks // self.replicate

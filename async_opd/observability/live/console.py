@@ -3,6 +3,8 @@
 Both are sinks: RunLog reports their errors, of a closed terminal for example. Neither waits for a
 stopped terminal or for the reader of a pipe (``async_opd.processes.output``). ``rich`` is imported
 when needed.
+
+The end screen has the commands that come after a run, as lines to be pasted into a shell.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.printable import indented, on_one_line
 from async_opd.observability.live.view_state import ViewState, accuracies
-from async_opd.observability.next_commands import next_commands
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.observability.terminal import duration, rate, share, terminal_on
 from async_opd.processes.output import NonBlockingStream, nonblocking
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+import shlex
+from pathlib import Path
 
 REFRESH_S = 1.0
 """Seconds between two frames: each takes about 4 ms of processor time."""
@@ -253,3 +256,27 @@ def _numbers(state: ViewState) -> str:
     return "  ".join(
         f"{label} {form.format(metrics[key])}" for label, key, form in _NUMBERS if key in metrics
     )
+
+
+def resume_command(run_dir: Path) -> str:
+    """Continues the run after its newest checkpoint, by the config in its directory."""
+    config, folder = shlex.quote(f"{run_dir}/config.yaml"), shlex.quote(str(run_dir))
+    return f"async_opd run {config} --run-dir {folder} --resume"
+
+
+def next_commands(summary: Summary, given: bool = False) -> list[str]:
+    """How a run that has not completed is continued; what the student of one that has is for.
+
+    ``given``: the run directory may be somebody else's, whose config may name code. No command
+    takes it as a config then.
+    """
+    run_dir = summary.run_dir
+    if summary.status != "completed":
+        return [] if given else [resume_command(run_dir)]
+    config, folder = shlex.quote(f"{run_dir}/config.yaml"), shlex.quote(str(run_dir))
+    evaluated = not given and any(key.startswith("eval/") for key in summary.metrics)
+    return [
+        f"async_opd report {folder}",
+        *([f"async_opd eval {config} {folder} eval.n=4"] if evaluated else []),
+        f"async_opd export {folder} {shlex.quote(f'{run_dir.name}-student')}",
+    ]

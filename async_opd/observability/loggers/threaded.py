@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
-from async_opd.observability.sinks import Sink, Summary
+from async_opd.observability.sinks import LateSink, Summary
 from async_opd.processes.background import BackgroundWorker
 
 MAX_ROWS = 1000
@@ -33,7 +33,7 @@ class Recorder(Protocol):
         """Ends the run as the summary says."""
 
 
-class ThreadedSink(Sink):
+class ThreadedSink(LateSink):
     """Calls ``opened()`` and then its recorder in a thread; errors are raised by a later call."""
 
     def __init__(
@@ -54,7 +54,6 @@ class ThreadedSink(Sink):
         self._known = self._at = known or LoggedRun.new()
         self._noted = noted
         self._recorder: Recorder | None = None
-        self._failure: Exception | None = None
         self._dropped = 0
         self._writer: BackgroundWorker[Row | Summary] = BackgroundWorker(
             name, self._do, MAX_ROWS + 1
@@ -103,8 +102,3 @@ class ThreadedSink(Sink):
                     self._recorder.write(*item)
             except Exception as error:  # of any library
                 self._failure = error
-
-    def _raise(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure

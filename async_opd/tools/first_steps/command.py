@@ -184,7 +184,7 @@ def checked_text(draft: Any, target: Path, overrides: list[str]) -> tuple[str, l
     from async_opd.config.load import load_config, with_overrides
     from async_opd.config.yaml_text import load_yaml
     from async_opd.prepare import prepare
-    from async_opd.tools.first_steps.config_text import completed, config_text
+    from async_opd.tools.first_steps.draft import completed, config_text
 
     folder = target.resolve().parent
     tree = with_overrides(draft.tree(target.stem, folder), overrides)

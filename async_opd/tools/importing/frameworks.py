@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from async_opd.config.yaml_text import YamlError
+from async_opd.config.yaml_text import YamlError, load_yaml
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.foreign import foreign
 from async_opd.tools.importing import asyncopd, nemo_rl, prime_rl, trl, verl
@@ -19,7 +19,6 @@ from async_opd.tools.importing.draft import Draft, Expression, add, flat
 from async_opd.tools.importing.python_script import CONFIGS, read_python
 from async_opd.tools.importing.shell import flags, overrides, read_shell
 from async_opd.tools.importing.table import Table, table_of
-from async_opd.tools.importing.yaml_tree import read_yaml
 
 VERLS = r"(?:fully_async_)?ppo(?:_megatron)?_trainer(?:\.yaml)?$"
 CONFIG = re.compile(rf"^(?:--config(?:-name)?|-cn)[=\n](?!{VERLS})(.+)$", re.MULTILINE)
@@ -157,3 +156,85 @@ def _parse_shell(text: str, budget: Budget, name: str | None) -> Parsed:
     files = CONFIG.findall("\n".join(word for words, one in found if one for word in [*words, ""]))
     notes = [f"not read: {line}" for line in dict.fromkeys(script.skipped)]
     return Parsed(merged, notes, [], files)
+
+
+REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
+PRODUCT = re.compile(r"\$\{mul:\s*([\d.]+)\s*,\s*([\d.]+)\s*\}")
+MAX_PARENTS = 8
+
+
+def read_yaml(path: Path, budget: Budget) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The leaves by dotted key, the parents, and those that are missing. OSError.
+
+    YamlError for a value that refers to itself; SyntaxError if they are more than the budget.
+    """
+    parents, missing = list[str](), list[str]()
+    tree = _with_parents(path, parents, missing)
+    references = _References(flat(tree, budget), budget)
+    leaves = {key: references.resolved(key, ()) for key in references.leaves}
+    return leaves, parents, missing
+
+
+def _with_parents(path: Path, parents: list[str], missing: list[str]) -> dict[str, Any]:
+    """The tree of a file over those of its parents, whose names are added to the lists."""
+    tree = load_yaml(foreign(path).read(FILE_BYTES).decode())
+    if not isinstance(tree, dict):
+        return {}
+    parent = tree.get("defaults")
+    if not isinstance(parent, str) or len(parents) >= MAX_PARENTS:
+        return tree
+    del tree["defaults"]
+    file = path.parent / parent
+    if not file.is_file():
+        missing.append(parent)
+        return tree
+    parents.append(parent)
+    merged: dict[str, Any] = _merged(_with_parents(file, parents, missing), tree)
+    return merged
+
+
+def _merged(above: Any, tree: Any) -> Any:
+    if not (isinstance(above, dict) and isinstance(tree, dict)):
+        return tree
+    both = {name: _merged(above[name], tree[name]) for name in above.keys() & tree.keys()}
+    return {**above, **tree, **both}
+
+
+@dataclass
+class _References:
+    """``known`` are the values of keys that were resolved before."""
+
+    leaves: dict[str, Any]
+    budget: Budget
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def resolved(self, key: str, above: tuple[str, ...]) -> Any:
+        """The value of a key that the keys ``above`` refer to."""
+        if key in above:
+            raise YamlError([(1, key, f"{key} refers to itself: {' → '.join((*above, key))}")])
+        if key not in self.known:
+            value = self.leaves[key]
+            found = isinstance(value, str) and "${" in value
+            self.known[key] = self._filled(key, value, (*above, key)) if found else value
+        return self.known[key]
+
+    def _filled(self, key: str, value: str, above: tuple[str, ...]) -> Any:
+        """The value with its references in place; one to no key stays as it is."""
+
+        def target(found: re.Match[str]) -> Any:
+            name = _target(key, found[1], found[2])
+            value = self.resolved(name, above) if name in self.leaves else found[0]
+            self.budget.take(len(name) + len(str(value)), key)
+            return value
+
+        if whole := REFERENCE.fullmatch(value):
+            return target(whole)
+        value = REFERENCE.sub(lambda found: str(target(found)), value)
+        value = PRODUCT.sub(lambda found: f"{float(found[1]) * float(found[2]):g}", value)
+        return float(value) if re.fullmatch(r"\d+(\.\d+)?(e\+\d+)?", value) else value
+
+
+def _target(key: str, dots: str, name: str) -> str:
+    """The dotted key of a reference: one dot means the section itself, each further one above."""
+    above = key.split(".")[: -len(dots)] if dots else []
+    return ".".join([*above, name])

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from async_opd.checks.images.endpoint_probes import endpoint_probes
+from async_opd.checks.endpoint_probes import endpoint_probes
 from async_opd.config.lone_teacher import (
     ITSELF,
     with_itself_as_teacher,

@@ -13,8 +13,7 @@ from async_opd.config.keys import all_keys, default_of
 from async_opd.config.load import load_config
 from async_opd.config.yaml_text import load_yaml
 from async_opd.core.errors import ConfigError
-from async_opd.tools.first_steps.config_text import SET, TUNED, completed, config_text
-from async_opd.tools.first_steps.draft import Draft
+from async_opd.tools.first_steps.draft import SET, TUNED, Draft, completed, config_text
 
 STUDENT = ("--student", "models/student")
 TWO = ("--teacher", "sort=models/teacher-sort", "--teacher", "reverse=models/teacher-reverse")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.config.foreign_keys import FOREIGN, SECTIONS, name_here
+from async_opd.config.foreign_keys import name_here, table
 from async_opd.config.keys import keys_called
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.tools.importing.frameworks import FRAMEWORKS
 
 OURS = "student: {model: s}\nteachers: {t: {model: t}}\ndata: {train: t.jsonl}\n"
-KEYS = [(name, key, ours) for name, keys in FOREIGN.items() for key, ours in keys.items()]
+KEYS = [(name, key, ours) for name, keys in table()["keys"].items() for key, ours in keys.items()]
 NEAREST = [
     ("verl", "train_batch_size", "train.batch_size"),
     ("verl", "save_freq", "checkpoint.every_steps"),
@@ -47,7 +47,7 @@ def test_every_name_is_one_of_our_keys_and_that_of_the_frameworks_table() -> Non
 
 def test_no_name_is_one_of_our_own_keys() -> None:
     assert [key for _, key, _ in KEYS if keys_called(key)] == []
-    assert [key for key in SECTIONS if keys_called(key)] == []
+    assert [key for key in table()["sections"] if keys_called(key)] == []
 
 
 def problem(text: str, folder: Path) -> str:

@@ -10,9 +10,9 @@ import pytest
 from async_opd.config.yaml_text import YamlError
 from async_opd.tools.importing.budget import Budget
 from async_opd.tools.importing.draft import Expression
+from async_opd.tools.importing.frameworks import read_yaml
 from async_opd.tools.importing.python_script import read_python
 from async_opd.tools.importing.shell import flags, overrides, read_shell
-from async_opd.tools.importing.yaml_tree import read_yaml
 
 
 def words(text: str) -> list[str]:
