@@ -31,6 +31,21 @@ CHANGES: dict[str, Change] = {
 """Faults of the engine's loader, below the place where tensors are recorded."""
 
 
+QuantizedChange = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+"""Numbers and scales, and those before the sync: what the engine computes with instead."""
+QUANTIZED: dict[str, QuantizedChange] = {
+    "wrong scale": lambda new, scale, old, old_scale: (new, scale * 1.25),
+    "stale scale": lambda new, scale, old, old_scale: (new, old_scale),
+    "layer not quantized again": lambda new, scale, old, old_scale: (old, old_scale),
+    "blocks in another order": lambda new, scale, old, old_scale: (
+        new.roll(len(scale) // 2, 1),  # kept by columns
+        scale.roll(len(scale) // 2, 0),
+    ),
+}
+"""Faults of the engine's quantization, in one layer; the weights that it was sent are right."""
+LAYER = "model.layers.1.mlp.gate_up_proj"
+
+
 TRAINERS = ("dropped tensor", "two swapped", "old snapshot", "wrong dtype")
 """Faults of the trainer's end, in ``benchmarks.freshness``."""
 
@@ -87,6 +102,25 @@ def loading(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], 
     return faulty
 
 
+def quantizing(change: QuantizedChange, model: Any) -> Any:
+    """ChunkEngine.finish_weight_update after which one layer is not what was quantized."""
+    from rollouter.transports.engine import ChunkEngine
+
+    layer = model.get_submodule(LAYER)
+    before, finish = (
+        [layer.weight.clone(), layer.weight_scale.clone()],
+        ChunkEngine.finish_weight_update,
+    )
+
+    def faulty(engine: Any) -> None:
+        finish(engine)
+        made = change(layer.weight.clone(), layer.weight_scale.clone(), *before)
+        for parameter, wrong in zip((layer.weight, layer.weight_scale), made, strict=True):
+            parameter.data.copy_(wrong)
+
+    return faulty
+
+
 class FaultyWorker(FreshnessWorker):
     """``on_workers`` begins and ends a fault."""
 
@@ -104,6 +138,9 @@ class FaultyWorker(FreshnessWorker):
         elif name in ADAPTER_FAULTS:
             given = dict(self.weight_transfer_engine.adapter)
             self._patch(AdapterWorker, "load_adapter", loading(ADAPTER_FAULTS[name], given))
+        elif name in QUANTIZED:
+            faulty = quantizing(QUANTIZED[name], self.model_runner.get_model())
+            self._patch(ChunkEngine, "finish_weight_update", faulty)
         elif name == "stale tied head":
             self._patch(ChunkEngine, "finish_weight_update", stale_head)
         elif name == "truncated chunk":

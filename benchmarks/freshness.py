@@ -6,13 +6,14 @@
               BroadcastSync with Freshness ──► which have wrong weights
 
 A Qwen2 of two layers, with biases and a tied head; norms and biases are moved away from the values
-that the engine starts with. Twelve faults, with engines in float32 and in bfloat16; after each of
-them the replica joins again without the fault. Then syncs without a fault, whose weights change as
-in training, each one compared: any replica found wrong is a false alarm. Then the smallest change
-that the rows' log-probabilities show, when an update that makes it is ignored: a step of AdamW that
-moves every weight by so much; and whether one of SMALL_STEP is found, by digests. At last, of a
-finished run of the quickstart: ``cost_share`` are the seconds of digests, references and
-comparisons over those of its training.
+that the engine starts with. Twelve faults, with engines in float32, in bfloat16 and with weights
+and activations in float8 (``fp8_per_channel``), which have four faults of quantization more; after
+each of them the replica joins again without the fault. Then syncs without a fault, whose weights
+change as in training, each one compared: any replica found wrong is a false alarm. Then the
+smallest change that the rows' log-probabilities show, when an update that makes it is ignored: a
+step of AdamW that moves every weight by so much; and whether one of SMALL_STEP is found, by
+digests. At last, of a finished run of the quickstart: ``cost_share`` are the seconds of digests,
+references and comparisons over those of its training.
 
 ``python -m benchmarks.freshness RUN_DIR`` prints one JSON object last.
 """
@@ -35,12 +36,13 @@ import torch
 
 from async_opd.models.engine_args import engine_env
 from async_opd.weight_sync.digests import Digests
-from benchmarks.freshness_faults import FAULTS, caught, shown
+from benchmarks.freshness_faults import caught, faults_of, shown
 from benchmarks.freshness_world import STEP, World, make_student, world
 
 SMALL_STEP = 1e-6
 """A learning rate of fine-tuning: what a step of AdamW moves a weight by."""
-DTYPES = ("float32", "bfloat16")
+KINDS = ("float32", "bfloat16", "fp8_per_channel")
+"""Dtypes of engines, and a scheme by which they quantize their weights."""
 
 
 async def false_alarms(w: World, syncs: int) -> int:
@@ -108,10 +110,10 @@ def cost_share(lines: list[dict[str, Any]], digests_s: float) -> float:
     return float(spent / (max(times) - min(times)))
 
 
-async def measured(path: Path, dtype: str, syncs: int) -> dict[str, Any]:
-    """All but the cost, of one dtype."""
-    print(dtype, flush=True)
-    async with world(path, dtype) as w:
+async def measured(path: Path, kind: str, syncs: int) -> dict[str, Any]:
+    """All but the cost, of engines of one dtype or scheme."""
+    print(kind, flush=True)
+    async with world(path, kind) as w:
         w.move()
         await w.push()
         found = await shown(w)
@@ -135,7 +137,7 @@ def main() -> None:
     )
     parser.add_argument("--syncs", type=int, default=500, help="without a fault, for each dtype")
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="of a run of the quickstart")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of engines")
+    parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=KINDS, help="of engines")
     given = parser.parse_args()
     lines = [json.loads(line) for line in (given.run / "metrics.jsonl").read_text().splitlines()]
     os.environ.update(engine_env("cpu"))
@@ -146,7 +148,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "faults": len(FAULTS),
+                "faults": {kind: len(faults_of(kind)) for kind in given.dtypes},
                 "caught": {dtype: found["caught"] for dtype, found in by_dtype.items()},
                 "syncs": given.syncs * len(given.dtypes),
                 "false_alarms": sum(found["false_alarms"] for found in by_dtype.values()),

@@ -13,7 +13,9 @@ from unittest import mock
 
 import torch
 
+from async_opd.config.precision import SCHEMES
 from async_opd.core.errors import WeightSyncError, WrongWeights
+from benchmarks.faulty_worker import QUANTIZED
 from benchmarks.freshness_world import STEP, World
 
 
@@ -96,7 +98,13 @@ FAULTS = (
     "scaled matrix",
     "false version",
 )
-"""All of them; those that are not the trainer's are the engine's (``benchmarks.faulty_worker``)."""
+"""Of engines in any precision; those that are not the trainer's are the engine's
+(``benchmarks.faulty_worker``)."""
+
+
+def faults_of(kind: str) -> tuple[str, ...]:
+    """The faults that engines of a dtype, or of a scheme of quantization, can have."""
+    return FAULTS + tuple(QUANTIZED) if kind in SCHEMES else FAULTS
 
 
 def of_the_trainer(w: World, name: str) -> AbstractContextManager[Any]:
@@ -134,7 +142,7 @@ async def caught(w: World, name: str, step: float = STEP) -> str:
 async def shown(w: World) -> dict[str, str]:
     """The faults that are found, each with the reason."""
     found = {}
-    for name in FAULTS:
+    for name in faults_of(w.kind):
         if reason := await caught(w, name):
             found[name] = reason
         print(f"  {name}: {reason.splitlines()[0] if reason else 'NOT FOUND'}", flush=True)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from async_opd.config.precision import SCHEMES
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.models.adapted import adapter_kwargs
-from async_opd.models.engine_args import engine_kwargs
+from async_opd.models.engine_args import engine_dtype, engine_kwargs
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
 from benchmarks.faulty_worker import WORKER
@@ -66,7 +67,7 @@ def make_learner(model: Any, dtype: str, lora: LoraConfig | None = None) -> Lear
 
 
 def make_replicas(
-    path: Path, dtype: str, count: int, lora: LoraConfig | None = None
+    path: Path, engine: EngineConfig, count: int, lora: LoraConfig | None = None
 ) -> list[StudentReplica]:
     """Replicas that are being built, whose engines can be made to load weights wrongly."""
     from async_opd.core.stages import SamplingSpec
@@ -76,7 +77,7 @@ def make_replicas(
     from rollouter.spec import StudentEngineSpec
 
     kwargs = engine_kwargs(
-        EngineConfig(dtype=dtype, max_num_seqs=16, cpu_kv_cache_mib=64),
+        engine,
         model=str(path),
         device="cpu",
         tensor_parallel=1,
@@ -94,10 +95,13 @@ def make_replicas(
 
 
 class World:
-    """A trainer, and replicas that its weights are synced to."""
+    """A trainer, and replicas that its weights are synced to.
+
+    ``kind`` is the dtype of the engines, or the scheme by which they quantize their weights.
+    """
 
     def __init__(
-        self, path: Path, dtype: str, replicas: int = 1, lora: LoraConfig | None = None
+        self, path: Path, kind: str, replicas: int = 1, lora: LoraConfig | None = None
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -107,11 +111,19 @@ class World:
         from rollouter.transports.gloo import GlooSender
         from trainer.publisher import Publisher
         from trainer.stage import TrainerStage
+        from trainer.student.engine_quantization import parts_of
 
+        self.kind = kind
+        named: dict[str, Any] = {"quantization": kind} if kind in SCHEMES else {"dtype": kind}
+        engine = EngineConfig(max_num_seqs=16, cpu_kv_cache_mib=64, **named)
+        dtype = engine_dtype(engine, "cpu")
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.learner = make_learner(self.model, dtype, lora)
         self.publisher = Publisher(
-            self.learner.named_weights, lambda: GlooSender("127.0.0.1", 60.0, 1 << 18), digests=True
+            self.learner.named_weights,
+            lambda: GlooSender("127.0.0.1", 60.0, 1 << 18),
+            digests=True,
+            quantize=parts_of if engine.quantization else None,
         )
         self.trainer = TrainerStage(
             self.learner,
@@ -121,11 +133,11 @@ class World:
             model_dir=str(path),
             held_rows=held_rows(self.model.config.vocab_size, 128),
         )
-        self.replicas = make_replicas(path, dtype, replicas, lora)
-        named = {f"student/{i}": replica for i, replica in enumerate(self.replicas)}
+        self.replicas = make_replicas(path, engine, replicas, lora)
+        members = {f"student/{i}": replica for i, replica in enumerate(self.replicas)}
         supervision = SupervisionConfig(max_restarts=1 << 20, delay_s=1e-6)
         policy = Policy[Any](supervision=supervision, rebuild=self._rebuilt)
-        self.members: MemberSet[Any] = MemberSet("rollout", named, policy)
+        self.members: MemberSet[Any] = MemberSet("rollout", members, policy)
         self.freshness = Freshness(every=1)
         self.sync = BroadcastSync(
             self.trainer,
@@ -179,10 +191,10 @@ class World:
 
 @asynccontextmanager
 async def world(
-    path: Path, dtype: str, replicas: int = 1, lora: LoraConfig | None = None
+    path: Path, kind: str, replicas: int = 1, lora: LoraConfig | None = None
 ) -> AsyncIterator[World]:
     """A connected world, whose engines still have the first values."""
-    made = World(path, dtype, replicas, lora)
+    made = World(path, kind, replicas, lora)
     try:
         for replica in made.replicas:
             await replica.ready()

@@ -146,7 +146,8 @@ class FreshnessWorker(AdapterWorker):
         """Digests of the model's parameters, by name.
 
         vLLM's CPU kernels compute with packed copies of matrices, and leave some parameters empty:
-        there, digests of what was packed last, with ``PACKED`` before the name. Of an engine that
+        there, digests of what was packed last, with ``PACKED`` before the name. Quantized matrices
+        are kept by columns: their digests are those of their rows. Of an engine that
         gets adapters, those of its LoRA layers: no sync changes its other parameters.
         """
         if self.weight_transfer_engine.adapter:
@@ -154,7 +155,8 @@ class FreshnessWorker(AdapterWorker):
         digests = Digests(torch)
         for name, parameter in self.model_runner.get_model().named_parameters():
             if parameter.numel():
-                digests.add(name, parameter)
+                by_columns = parameter.ndim == 2 and not parameter.is_contiguous()
+                digests.add(name, parameter.t() if by_columns else parameter)
         return digests.values() | self._packed.values()
 
     def _record_packing(self, model: Any) -> None:

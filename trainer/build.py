@@ -24,6 +24,7 @@ from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.recording.recorder import recorder_of
 from trainer.replay.keeper import Keeper
 from trainer.student.check import check_rank, check_student
+from trainer.student.fake_quantization import SentMatrices
 from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.teacher_heads import load_heads
@@ -103,6 +104,8 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     check_rank(rank, exact, longest)
     rank.layers = layers
     rank.sight = sight_of(config, student.model, device)
+    if config.sync.fake_quantization is not None:
+        rank.sent = SentMatrices(wire_dtype, config.sync.fake_quantization)
     rank.recorder = recorder_of(config, 0 if spec is None else spec.rank)
     if config.log.replay:
         number, ranks = (0, 1) if spec is None else (spec.rank, spec.ranks)

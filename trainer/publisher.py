@@ -12,15 +12,17 @@ The transport is passed in (``rollouter.transports``), so that this package need
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
 import torch
 
 from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from async_opd.weight_sync.parameters import QUANTIZED
 from trainer.offload import HostBuffers
 
+Parts = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 CHUNK_BYTES = 256 << 20
 """Of a snapshot's buffers, if the transport's are not given."""
 
@@ -57,11 +59,13 @@ class Publisher:
         digests: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
         frozen: tuple[str, ...] = (),
+        quantize: Parts | None = None,
     ) -> None:
         """With ``digests`` the metadata of a snapshot holds those of its tensors.
 
         ``chunk_bytes`` are the transport's: chunks of that size are sent without another copy.
-        ``frozen``: see ``WeightMeta``.
+        ``frozen``: see ``WeightMeta``. ``quantize``: what engines make of a tensor that they
+        quantize, of which the metadata then holds digests, too.
         """
         self._source = source
         self._new_transport = transport
@@ -73,6 +77,7 @@ class Publisher:
         self._copied: torch.cuda.Event | None = None
         self._with_digests = digests
         self._frozen = frozen
+        self._quantize = quantize
 
     def open(self, group: int, world_size: int, connected: Collection[int] = ()) -> Rendezvous:
         """A new group for a sync group; see Transport.open. Closes all but the ``connected``."""
@@ -93,12 +98,15 @@ class Publisher:
         with self._in_use:
             self._snapshot, self._meta = [], WeightMeta((), (), (), ())
             self._buffers.clear()
-            digests = Digests(torch)
+            digests, quantized = Digests(torch), Digests(torch)
             kinds = []
+            quantize = self._quantize if self._with_digests else None
             source = self._source()
             for name, tensor in digests.add_all(source) if self._with_digests else source:
                 kinds.append((str(tensor.dtype).split(".")[-1], tuple(tensor.shape), tensor.dtype))
                 self._snapshot.append((name, self._buffers.copy(tensor)))
+                for part, made in quantize(name, tensor) if quantize else ():
+                    quantized.add(QUANTIZED + part, made)
             self._meta = WeightMeta(
                 names=tuple(name for name, _ in self._snapshot),
                 dtype_names=tuple(dtype for dtype, _, _ in kinds),
@@ -106,6 +114,7 @@ class Publisher:
                 itemsizes=tuple(dtype.itemsize for _, _, dtype in kinds),
                 digests=tuple(digests.values().values()),
                 frozen=self._frozen,
+                quantized=quantized.values(),
             )
             self._copied = _event_behind_all_work()
         return self._meta

@@ -43,6 +43,7 @@ from trainer.student.adapters import (
     halve_frozen,
     plain_state,
 )
+from trainer.student.fake_quantization import SentMatrices
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import adapter_weights, named_weights, sent_state
@@ -109,6 +110,7 @@ class Rank:
         self.layers: CompiledLayers | None = None  # with ``train.compile``
         self._objective = objective
         self.sight: Sight | None = None  # of a VLM student
+        self.sent: SentMatrices | None = None  # with ``sync.fake_quantization``
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
         if self.size.unknown:
@@ -252,7 +254,9 @@ class Rank:
     def reference(self, rows: Sequence[HeldRow]) -> Reference:
         """Log-probabilities of held rows; every rank computes all of them."""
         rounding = ROUNDING[torch.bfloat16 if self.half else torch.float32]
-        return reference_of(self.model, self.logits, rows, rounding, self.sight, self.layers)
+        return reference_of(
+            self.model, self.logits, rows, rounding, self.sight, self.layers, self.sent
+        )
 
     # ── its part of the state: nothing here communicates ───────────────────────────────────────
 

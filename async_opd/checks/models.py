@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from async_opd.checks.findings import Findings
+from async_opd.config.precision import SCHEMES
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import looks_like_a_variable
 from async_opd.config.sections.engine import EngineConfig
@@ -18,6 +19,7 @@ from async_opd.models.chat_template import RESERVED, ChatTemplate
 from async_opd.models.hub import named_models
 from async_opd.models.lm_head import HeadFiles, LogitShape
 from async_opd.models.model_files import QUANTIZATIONS, QUANTIZED, ModelError, ModelFiles
+from async_opd.models.model_size import ModelSize
 from async_opd.models.own_files import foreign
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
@@ -46,14 +48,35 @@ def quantization(config: RunConfig, student: ModelFiles | None) -> str:
     """The config's key by which the student's engines are quantized; empty if by none."""
     if config.rollout.engine.quantization is not None:
         return "rollout.engine.quantization"
-    if config.sync.fake_quantization is not None:
-        return "sync.fake_quantization"
     extra = config.rollout.engine.extra
     overrides = extra.get("hf_overrides")
     given = extra | (overrides if isinstance(overrides, dict) else {})
     if any(given.get(key) is not None for key in ("quantization", *QUANTIZED)):
         return "rollout.engine.extra"
-    return "student.model" if student is not None and student.quantized else ""
+    if student is not None and student.quantized:
+        return "student.model"
+    return "" if config.sync.fake_quantization is None else "sync.fake_quantization"
+
+
+def unproved(config: RunConfig, student: ModelFiles | None) -> str:
+    """Why quantized student engines are not proved to have the trainer's weights, or nothing.
+
+    The proof covers matrices that the trainer rounds by the same arithmetic as the engines.
+    """
+    name, lora = config.rollout.engine.quantization, config.train.lora
+    if student is not None and ModelSize.of(student.config, ()).experts:
+        return "rounded experts of a mixture are not compared"
+    if quantization(config, student) == "sync.fake_quantization":
+        fault = "the trainer does not compute held rows with adapters and rounded matrices"
+        return "" if lora is None else fault
+    if name is None or not SCHEMES[name].known:
+        known = " or ".join(one for one, scheme in SCHEMES.items() if scheme.known)
+        return f"the trainer can quantize its own weights as engines do by {known} only"
+    if config.rollout.tensor_parallel > 1:
+        return "engines with rollout.tensor_parallel above 1 divide the matrices that are compared"
+    if lora is not None and lora.sync == "adapter":
+        return "with train.lora.sync: adapter the matrices that engines quantize are not sent"
+    return ""
 
 
 @dataclass
@@ -336,25 +359,25 @@ class ModelChecks:
                 self.found.add(f"{section}.engine.head_dtype", message, "set it to model")
 
     def quantized(self) -> None:
-        """Checks that no proof of freshness is asked of quantized student engines.
-
-        They round so coarsely that held rows do not show outdated weights (ADR 13).
-        """
-        key = quantization(self.config, self.files.get("student.model"))
+        """Checks that no proof of freshness is asked of engines of which there is none (ADR 13)."""
+        student = self.files.get("student.model")
+        key, every = quantization(self.config, student), self.config.sync.verify_every
         if not key:
             return
-        every = self.config.sync.verify_every
+        reason = unproved(self.config, student)
         blind = "the student's engines are quantized, and their rounding hides outdated weights"
-        if every:
-            message = f"{blind} from the proof that sync.verify_every: {every} asks for"
+        if every and reason:
+            message = f"{blind} from the proof that sync.verify_every: {every} asks for: {reason}"
             remedy = (
                 "set sync.verify_every: 0, to train on samples of weights that are not proved to "
                 "be the trainer's, or do not quantize the student's engines"
             )
             self.found.add(key, message, remedy)
-            return
-        unproved = "with sync.verify_every: 0 nothing proves that they have the trainer's weights"
-        self.found.notes.append(f"{key}: {blind}: {unproved}")
+        elif not every:
+            nothing = (
+                "with sync.verify_every: 0 nothing proves that they have the trainer's weights"
+            )
+            self.found.notes.append(f"{key}: {blind}: {nothing}")
 
     def positions(self) -> None:
         """Checks that engines stay within their models' positions, and do not alter the student."""

@@ -16,6 +16,7 @@ from typing import Any
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.network import own_address
 from async_opd.cluster.proxies import NO_TIMEOUT
+from async_opd.config.precision import SCHEMES
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError
 from async_opd.core.reports import Interval
@@ -41,12 +42,14 @@ def build_trainer(
 ) -> TrainerStage:
     """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
     from trainer.build import build_learner
+    from trainer.student.engine_quantization import parts_of
     from trainer.student.fake_quantization import fake_quantized
     from trainer.student.reference import rows_to_compare
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
     learner = build_learner(config, device, spec, rank_group)
-    scheme = config.sync.fake_quantization
+    scheme, named = config.sync.fake_quantization, config.rollout.engine.quantization
+    known = named is not None and SCHEMES[named].known
     batcher = build_batcher(config, queue)
     return TrainerStage(
         learner,
@@ -58,6 +61,7 @@ def build_trainer(
             digests=config.sync.verify_every > 0,
             chunk_bytes=config.sync.chunk_mib << 20,
             frozen=frozen_names(learner.model),
+            quantize=parts_of if known and config.rollout.tensor_parallel == 1 else None,
         ),
         batcher,
         max_version_lag=config.async_.max_version_lag,

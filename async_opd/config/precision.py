@@ -33,13 +33,15 @@ class Scheme:
     """``nbytes`` of a weight, its part of the scales included.
 
     ``capabilities`` are those of GPUs that have a kernel, 10 times the number (89 for 8.9).
-    ``experts``: only the experts of a mixture are quantized.
+    ``experts``: only the experts of a mixture are quantized. ``known``: the trainer quantizes its
+    own weights by it as vLLM does, bit by bit (``trainer.student.engine_quantization``).
     """
 
     nbytes: float
     capabilities: range
     on_cpu: bool = False
     experts: bool = False
+    known: bool = False
 
 
 SCHEMES: dict[Quantization, Scheme] = {
@@ -47,7 +49,9 @@ SCHEMES: dict[Quantization, Scheme] = {
         1.0, range(75, NEWEST)
     ),  # below 8.9 by Marlin, which reads float8 only
     "fp8_per_block": Scheme(1 + 4 / 128**2, range(75, NEWEST)),
-    "fp8_per_channel": Scheme(1.01, range(89, NEWEST), on_cpu=True),  # a float32 for each row
+    "fp8_per_channel": Scheme(
+        1.01, range(89, NEWEST), on_cpu=True, known=True
+    ),  # a float32 for each row
     "mxfp8": Scheme(1 + 1 / 32, range(75, NEWEST)),
     "mxfp4": Scheme(1 / 2 + 1 / 32, range(75, NEWEST)),
     "int8_per_channel_weight_only": Scheme(1.01, range(75, NEWEST), experts=True),

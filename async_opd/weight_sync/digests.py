@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Of the dtypes whose digests can be joined."""
 CHUNK_WORDS = {"cpu": 1 << 16}
 CHUNK_WORDS_GPU = 1 << 21

@@ -236,7 +236,8 @@ class Freshness:
             }
         wrong = dict(self._far(found))
         shares = {index: self._limits.share(one) for index, one in found.items()}
-        sent = SentTensors(dict(zip(meta.names, meta.digests, strict=True)), meta.frozen)
+        digests = {**dict(zip(meta.names, meta.digests, strict=True)), **meta.quantized}
+        sent = SentTensors(digests, meta.frozen)
         for index, reason in self._altered(sent, evidence, shares, wrong):
             wrong.setdefault(index, reason)
         first = self._remember(sent, evidence, wrong)
@@ -289,9 +290,14 @@ class Freshness:
     ) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas with a parameter that is not the sent one, an older one, or a lone one."""
         sound = {i: dict(_places(one)) for i, one in evidence.items() if i not in wrong}
-        for found in sound.values():
-            self._learned.learn(found, sent)
+        strange = {index: self._learned.learn(found, sent) for index, found in sound.items()}
         for index, found in sound.items():
+            if names := strange[index]:
+                cause = (
+                    "its engine quantized other weights than were sent, or quantized them "
+                    f"otherwise than the trainer: {_few(names)}"
+                )
+                yield index, WrongWeights(f"student/{index}", cause, _LOADING)
             if names := self._learned.wrong(found, sent.digests):
                 cause = f"its engine computes with other weights than were sent: {_few(names)}"
                 yield index, WrongWeights(f"student/{index}", cause, _LOADING)

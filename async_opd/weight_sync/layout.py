@@ -157,7 +157,8 @@ class WeightMeta:
 
     ``digests`` are those of the tensors (``async_opd.weight_sync.digests``); ``reference`` is there
     if replicas are compared with the trainer after this sync. ``frozen`` names the student's
-    tensors that are never sent: those of a frozen tower or projector.
+    tensors that are never sent: those of a frozen tower or projector. ``quantized`` are digests of
+    what a quantized engine makes of the tensors, by name, with ``parameters.QUANTIZED`` before it.
     """
 
     names: tuple[str, ...]
@@ -167,6 +168,7 @@ class WeightMeta:
     digests: tuple[str, ...] = ()
     reference: Reference | None = None
     frozen: tuple[str, ...] = ()
+    quantized: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def adapters(self) -> bool:

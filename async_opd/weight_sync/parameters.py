@@ -8,6 +8,10 @@ An engine joins some tensors along their first dimension, and gives others anoth
 that it divides, pads or converts is not learned. Once learned, a parameter has to follow what is
 sent. Matrices that are not learned have to change between two comparisons when what is sent does,
 but for those of a frozen tower or projector, which are not sent.
+
+Of an engine that quantizes what it is sent, the trainer gives the digests of the quantized tensors
+beside those of the sent ones: each quantized parameter has to be some of them, from the first
+comparison on.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from async_opd.weight_sync.digests import joined
 
 PACKED = "packed "
 """Prefix of the name of a parameter that a kernel has packed away; its digest is from before."""
+QUANTIZED = "quantized "
+"""Prefix of the name of a sent tensor whose digest is that of its quantized numbers or scales."""
 MOST_JOINED = 3
 """Tensors that are joined into one parameter at most: query, key and value."""
 MOST_BESIDE = 8
@@ -35,7 +41,8 @@ Place = tuple[int, str]
 class SentTensors:
     """The digests of what was sent, by name; also the names by digest and by module.
 
-    ``frozen`` names the student's other tensors, which engines have from its own files.
+    ``frozen`` names the student's other tensors, which engines have from its own files. Those with
+    ``QUANTIZED`` before the name are how a quantized engine keeps what it was sent.
     """
 
     def __init__(self, digests: Mapping[str, str], frozen: Collection[str] = ()) -> None:
@@ -47,9 +54,13 @@ class SentTensors:
         self._beside: dict[tuple[str, str], list[str]] = defaultdict(list)
         self._matrices: list[str] = []
         self._dtypes: set[str] = set()
+        self._quantized: set[tuple[str, str]] = set()
         for name, digest in digests.items():
             self._named[digest].append(name)
             self._beside[_beside(name)].append(name)
+            if name.startswith(QUANTIZED):
+                self._quantized.add(_form(name, digest))
+                continue
             if not is_matrix(digest):
                 continue
             self._matrices.append(name)
@@ -73,20 +84,24 @@ class SentTensors:
 
     def explanations(self, name: str, digest: str) -> Iterator[tuple[str, ...]]:
         """Tensors that have the digest: the one of that name; without it, another, or several."""
-        if name in self.digests:
-            if self.digests[name] == digest:
-                yield (name,)
+        if own := [one for one in (name, QUANTIZED + name) if one in self.digests]:
+            yield from ((one,) for one in own if self.digests[one] == digest)
             return
         for other in self._named.get(digest, ()):
             yield (other,)
         # joined tensors lie beside each other: model.layers.0.mlp.{gate_proj, up_proj}.weight
-        beside = self._beside.get(_beside(name), [])
-        if len(beside) > MOST_BESIDE:
-            return
-        for count in range(2, MOST_JOINED + 1):
-            for names in permutations(beside, count):
-                if joined([self.digests[n] for n in names]) == digest:
-                    yield names
+        for prefix in ("", QUANTIZED):
+            beside = self._beside.get(_beside(prefix + name), [])
+            if len(beside) > MOST_BESIDE:
+                return
+            for count in range(2, MOST_JOINED + 1):
+                for names in permutations(beside, count):
+                    if joined([self.digests[n] for n in names]) == digest:
+                        yield names
+
+    def quantized(self, name: str, digest: str) -> bool:
+        """Whether a parameter is one that the engine makes by quantizing what it is sent."""
+        return _form(name, digest) in self._quantized and not self.frozen(name)
 
     def changed(self, name: str, own: AbstractSet[str], before: SentTensors) -> bool:
         """Whether the tensors that a parameter of the engine is made of are others than before.
@@ -147,18 +162,22 @@ class LearnedParameters:
 
     sources: dict[Place, tuple[str, ...]] = field(default_factory=dict)
 
-    def learn(self, found: Mapping[Place, str], sent: SentTensors) -> None:
-        """Learns places that have exactly one explanation.
+    def learn(self, found: Mapping[Place, str], sent: SentTensors) -> list[str]:
+        """Learns places that have exactly one explanation; returns quantized ones without one.
 
         Two equal tensors, such as the biases of a new model, explain a place twice: it is learned
         at a later sync. A norm of ones of a frozen tower is equal to a sent one by chance.
         """
+        strange = []
         for place in found.keys() - self.sources.keys():
             if sent.frozen(_name(place)):
                 continue
             explanations = list(sent.explanations(_name(place), found[place]))
             if len(explanations) == 1:
                 self.sources[place] = explanations[0]
+            elif not explanations and sent.quantized(place[1], found[place]):
+                strange.append(place[1])
+        return sorted(strange)
 
     def wrong(self, found: Mapping[Place, str], sent: Mapping[str, str]) -> list[str]:
         """The names of learned parameters that are not what was sent for them."""
@@ -234,6 +253,11 @@ def is_matrix(digest: str) -> bool:
 def own_names(found: Mapping[Place, str]) -> set[str]:
     """The names of an engine's parameters."""
     return {_name(place) for place in found}
+
+
+def _form(name: str, digest: str) -> tuple[str, str]:
+    """The last part of a tensor's name, and its dtype: those of scales are ``weight_scale``."""
+    return name.rpartition(".")[2], _dtype(digest)
 
 
 def _name(place: Place) -> str:

@@ -61,7 +61,9 @@ CASES = {
     "balancer": Case("--repeats 1 --replicas 2 --requests 40 --decisions 10000", "ray"),
     "chaos": Case("--minutes 0.3 --every 10 --out {}", "runs"),
     "checkpoint": Case("--layers 1 --rounds 1"),
-    "freshness": Case("{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16", "engines"),
+    "freshness": Case(
+        "{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16 fp8_per_channel", "engines"
+    ),
     "gpu.all": Case("--device cpu --out {}"),
     **{f"gpu.{name}": Case(log=f"{{gpu.all}}/{name}.log") for name in SHARES},
     "gpu.tables": Case("{gpu.all}/gpu.json {}/gpu.md", copied="docs/gpu.md"),
@@ -226,6 +228,14 @@ def test_an_image_crosses_process_borders_at_most_1_2_times_for_a_sample(runs: R
     assert (found["samples"], found["n"], found["ranks"]) == (128, 8, 2)
     assert found["held_at_the_end"] == 0
     assert 0.25 < found["images_only"] <= found["copies"] <= 1.2
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_every_fault_of_a_sync_is_found_and_nothing_else(runs: Runs) -> None:
+    found = runs.figures("freshness")
+    assert found["caught"] == found["faults"] == {"bfloat16": 12, "fp8_per_channel": 16}
+    assert found["false_alarms"] == 0
 
 
 @pytest.mark.engine

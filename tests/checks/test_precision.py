@@ -90,13 +90,33 @@ def test_a_quantized_teacher_is_taken() -> None:
     assert found("teachers.sort.engine.quantization=fp8_per_channel") == []
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["rollout.engine.quantization=fp8_per_channel", "sync.fake_quantization=int4_group32"],
-)
-def test_engines_of_low_precision_are_refused_while_they_are_to_be_proved(override: str) -> None:
-    assert one(override).key == override.partition("=")[0]
-    assert found(override, "sync.verify_every=0") == []
+FLOAT8 = "rollout.engine.quantization=fp8_per_channel"
+
+
+FAKE = "sync.fake_quantization=int4_group32"
+OTHER = "rollout.engine.quantization=mxfp8"
+
+
+@pytest.mark.parametrize("override", [FLOAT8, FAKE])
+def test_engines_are_proved_whose_scheme_the_trainer_knows(override: str) -> None:
+    assert found(override) == []
+
+
+UNPROVED = [
+    (OTHER, (), "can quantize its own weights as engines do by fp8_per_channel only"),
+    (FLOAT8, ("train.lora={rank: 4, sync: adapter}",), "engines quantize are not sent"),
+    (FAKE, ("train.lora={rank: 4}",), "held rows with adapters and rounded matrices"),
+    (FLOAT8, ("rollout.tensor_parallel=2",), "divide the matrices that are compared"),
+]
+
+
+@pytest.mark.parametrize(("override", "others", "reason"), UNPROVED)
+def test_engines_of_low_precision_that_cannot_be_proved_are_refused_with_the_reason(
+    override: str, others: tuple[str, ...], reason: str
+) -> None:
+    problems = [p for p in found(override, *others) if p.key == override.partition("=")[0]]
+    (problem,) = (one for one in problems if reason in one.message)
+    assert problem.remedy.startswith("set sync.verify_every: 0")
 
 
 def test_no_adapter_is_rounded() -> None:

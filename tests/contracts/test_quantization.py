@@ -125,3 +125,45 @@ def test_vllm_has_no_kernel_for_other_schemes_on_a_cpu_without_amx(
     kernels = getattr(linear, f"_POSSIBLE_{table}_KERNELS").get(PlatformEnum.CPU, [])
     assert not any(kernel.is_supported(None)[0] for kernel in kernels)
     assert [name for name, scheme in SCHEMES.items() if scheme.on_cpu] == ["fp8_per_channel"]
+
+
+MATRICES = {
+    "of weights": torch.randn(257, 96) * torch.logspace(-8, 2, 257)[:, None],
+    "with a row of zeros": torch.cat([torch.zeros(1, 64), torch.randn(3, 64)]),
+    "of the smallest scale": torch.randn(4, 64) * 1e-9,
+    "of every second number between two of float8": torch.linspace(-448, 448, 4096).view(4, -1),
+}
+
+
+@pytest.mark.slow  # imports vllm
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_channels_are_quantized_as_vllm_does_bit_by_bit(
+    matrix: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
+
+    from trainer.student import engine_quantization
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(MATRICES[matrix].to(dtype), requires_grad=False)
+    layer.tp_size = 1
+    method = object.__new__(Fp8PtpcOnlineLinearMethod)
+    method.requantization_source, method.requantization_source_parameters = None, {}
+    method.fp8_linear = _Kernel()  # type: ignore[assignment]
+    given = layer.weight.detach().clone()
+    method.process_weights_after_loading(layer)
+    monkeypatch.setattr(engine_quantization, "PART_ENTRIES", 100)
+    numbers, scales = engine_quantization.channels(given)
+    assert torch.equal(numbers.view(torch.uint8), layer.weight.t().view(torch.uint8))
+    assert torch.equal(scales, layer.weight_scale)
+
+
+class _Kernel:
+    """A kernel that keeps what was quantized."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing."""
+
+    def input_quant_key(self) -> None:
+        return None

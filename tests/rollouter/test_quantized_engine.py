@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.weight_sync.parameters import PACKED
+from async_opd.weight_sync.parameters import PACKED, LearnedParameters, SentTensors
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 from tests.rollouter.test_student_engine import Sender, perturb
 
@@ -30,6 +30,9 @@ class World:
     replica: Any
     sync: Any
     version: int = 0
+    learned: LearnedParameters = field(default_factory=LearnedParameters)
+    strange: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     digests: list[dict[str, str]] = field(default_factory=list)
     """Of the engine's parameters after each push, by name."""
     gaps: list[float] = field(default_factory=list)
@@ -41,6 +44,11 @@ class World:
         await self.sync.push()
         (found,) = (await self.replica.evidence(())).loaded
         self.digests.append(found)
+        meta = self.sync.newest[1]
+        sent = {**dict(zip(meta.names, meta.digests, strict=True)), **meta.quantized}
+        places = {(0, name): digest for name, digest in found.items()}
+        self.strange += self.learned.learn(places, SentTensors(sent))
+        self.wrong += self.learned.wrong(places, sent)
         self.gaps.append(await self.gap(self.model))
 
     async def gap(self, model: Any) -> float:
@@ -70,6 +78,7 @@ async def world() -> AsyncIterator[World]:
     from rollouter.stage import RollouterStage
     from rollouter.transports.gloo import GlooSender
     from trainer.publisher import Publisher
+    from trainer.student.engine_quantization import parts_of
 
     model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32)
     queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
@@ -80,6 +89,7 @@ async def world() -> AsyncIterator[World]:
         lambda: iter([(n, p.detach().bfloat16()) for n, p in model.named_parameters()]),
         lambda: GlooSender("127.0.0.1", 30.0, 100_000),
         digests=True,
+        quantize=parts_of,
     )
     members = RollouterStage({"student/0": replica}, queue).members
     sync = BroadcastSync(Sender(publisher), members, [1], on_sync="keep", timeout_s=30.0)
@@ -133,6 +143,11 @@ def test_a_sync_quantizes_all_of_them_again(seen: World) -> None:
 
 def test_the_same_weights_become_the_same_bits(seen: World) -> None:
     assert seen.digests[0] == seen.digests[2]
+
+
+def test_all_of_them_are_those_that_the_trainer_quantizes_bit_by_bit(seen: World) -> None:
+    assert {(0, name) for name in matrices(seen.digests[0])} <= seen.learned.sources.keys()
+    assert (seen.strange, seen.wrong) == ([], [])
 
 
 def test_probabilities_follow_the_weights_that_were_sent(seen: World) -> None:

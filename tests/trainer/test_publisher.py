@@ -105,3 +105,15 @@ def test_a_snapshot_has_the_digests_of_its_tensors_where_they_are_wanted() -> No
     assert publisher.meta.digests == publisher.snapshot().digests
     without = Publisher(lambda: iter(weights), lambda: Transport([]))
     assert without.snapshot().digests == ()
+
+
+def test_a_snapshot_has_the_digests_of_what_engines_make_of_its_tensors() -> None:
+    def halves(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield f"{name}_half", tensor / 2
+
+    made = Publisher(
+        lambda: iter([("w", torch.ones(2))]), lambda: Transport([]), digests=True, quantize=halves
+    )
+    expected = Digests(torch)
+    expected.add("quantized w_half", torch.ones(2) / 2)
+    assert made.snapshot().quantized == expected.values()

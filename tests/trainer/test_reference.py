@@ -10,7 +10,9 @@ import torch
 
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
+from async_opd.core.errors import StageError
 from async_opd.weight_sync.layout import Reference, held_rows
+from benchmarks.local_ranks import in_processes
 from tests.engines import reference_logprobs
 from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
 from trainer.learner import Learner
@@ -19,7 +21,9 @@ from trainer.publisher import Publisher
 from trainer.rank import Rank
 from trainer.stage import TrainerStage
 from trainer.student import reference as reference_module
+from trainer.student.fake_quantization import KEPT, SentMatrices, fake_quantized
 from trainer.student.reference import ROUNDING, Jitter
+from trainer.student.sharding import lone_mesh
 
 CPU = torch.device("cpu")
 ROWS = held_rows(VOCABULARY, 60)
@@ -60,6 +64,56 @@ def test_they_are_those_of_the_weights_after_a_step() -> None:
     found = np.concatenate(made.reference(ROWS).logprobs)
     np.testing.assert_allclose(found, own(model), atol=1e-5)
     assert np.abs(found - np.concatenate(before.logprobs)).mean() > 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["int4_group32", "fp8_per_block"])
+def test_they_are_those_of_the_matrices_that_the_sender_rounds(scheme: Any) -> None:
+    model, sent = spread(tiny_model()), spread(tiny_model())
+    rank = new_rank(model, TrainConfig())
+    rank.sent = SentMatrices(torch.bfloat16, scheme)
+    named = ((name, weight.detach().bfloat16()) for name, weight in sent.named_parameters())
+    for name, weight in fake_quantized(named, scheme):
+        if weight.ndim == 2 and not KEPT.search(name):
+            sent.get_parameter(name).data.copy_(weight)
+    found = np.concatenate(rank.reference(ROWS).logprobs)
+    np.testing.assert_allclose(found, own(sent), atol=1e-5)
+    assert np.abs(found - own(model)).mean() > 1e-3
+
+
+def test_a_sharded_student_computes_with_the_same_rounded_matrices() -> None:
+    """A group of a scheme may lie in several shards: each layer rounds its whole matrix."""
+
+    def logprobs(mesh: Any) -> np.ndarray:
+        rank = new_rank(spread(tiny_model()), TrainConfig(), mesh=mesh)
+        rank.sent = SentMatrices(torch.bfloat16, "fp8_per_tensor")
+        return np.concatenate(rank.reference(ROWS).logprobs)
+
+    def lead(*_: Any) -> np.ndarray:
+        return logprobs(lone_mesh(CPU))
+
+    np.testing.assert_allclose(in_processes(1, lead, lead, 60), logprobs(None), atol=1e-5)
+
+
+def test_no_rounded_matrix_and_no_hook_stays_behind() -> None:
+    model = spread(tiny_model())
+    rank = new_rank(model, TrainConfig())
+    rank.sent = SentMatrices(torch.float32, "int2_group32")
+    rank.reference(ROWS)
+    assert all(not module._forward_hooks for module in model.modules())
+    np.testing.assert_allclose(
+        np.concatenate(learner(model).reference(ROWS).logprobs), own(model), atol=1e-5
+    )
+
+
+def test_a_rounded_matrix_outside_of_linear_layers_is_refused_by_name() -> None:
+    student = torch.nn.Module()
+    student.experts = torch.nn.Module()
+    student.experts.down_proj = torch.nn.Parameter(torch.ones(2, 3, 3))
+    with (
+        pytest.raises(StageError, match=r"experts\.down_proj is not of a linear layer"),
+        SentMatrices(torch.float32, "int4_group32").within(student),
+    ):
+        pass
 
 
 def test_temperature_and_loss_of_the_run_do_not_matter() -> None:

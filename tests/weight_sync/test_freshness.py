@@ -381,6 +381,17 @@ def test_scales_of_a_quantized_engine_may_stay_while_its_matrices_change() -> No
         assert freshness.judge(meta, {0: evidence(**loaded)}).wrong == {}
 
 
+def test_weights_that_were_quantized_otherwise_are_found_at_the_first_comparison() -> None:
+    made = {f"quantized l.o.weight{end}": f"float32[4, 1]:{end}" for end in ("", "_scale")}
+    meta = replace(META, quantized=made)
+    right = {"l.o.weight": "float32[4, 1]:", "l.o.weight_scale": "float32[4, 1]:_scale"}
+    wrong = right | {"l.o.weight_scale": "float32[4, 1]:old"}
+    assert Freshness(1).judge(meta, {0: evidence(**right)}).wrong == {}
+    found = Freshness(1).judge(meta, {0: evidence(**wrong)}).wrong
+    assert "its engine quantized other weights than were sent" in str(found[0])
+    assert "l.o.weight_scale" in str(found[0])
+
+
 def test_matrices_that_stay_while_what_is_sent_for_them_stays_are_fresh() -> None:
     """A frozen attention, and a trained norm."""
     freshness = Freshness(1)

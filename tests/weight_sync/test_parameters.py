@@ -11,6 +11,7 @@ from async_opd.weight_sync import parameters
 from async_opd.weight_sync.digests import Digests, joined
 from async_opd.weight_sync.parameters import (
     PACKED,
+    QUANTIZED,
     LearnedParameters,
     SentTensors,
     UnlearnedMatrices,
@@ -181,3 +182,56 @@ def test_under_other_names_of_modules_every_matrix_has_to_be_another() -> None:
     both = SentTensors(dict(some.digests) | {"l.k": "float32[4, 4]:4"})
     assert not some.changed("engine.block.qk", set(), first)
     assert both.changed("engine.block.qk", set(), first)
+
+
+# ── engines that quantize ──────────────────────────────────────────────────────────────────────
+
+
+def float8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What an engine makes of the tensors, each alone."""
+    numbers = {name: one.to(torch.float8_e4m3fn) for name, one in tensors.items()}
+    return numbers | {f"{name}_scale": one.amax(1, keepdim=True) for name, one in tensors.items()}
+
+
+def also_quantized(tensors: dict[str, torch.Tensor]) -> SentTensors:
+    made = digests(**{QUANTIZED + name: one for name, one in float8(tensors).items()})
+    return SentTensors(digests(**tensors) | made)
+
+
+def kept(tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], str]:
+    """The parameters of a quantized engine."""
+    made = float8(tensors)
+    parts = {QKV + end: torch.cat([made[n + end] for n in (Q, K, V)]) for end in ("", "_scale")}
+    parts |= {OUT + end: made[OUT + end] for end in ("", "_scale")}
+    return {(0, name): digest for name, digest in digests(**parts).items()}
+
+
+def wide(seed: int) -> dict[str, torch.Tensor]:
+    """``weights`` whose rows are whole words in float8."""
+    return {name: torch.cat([one, one[:, :2]], 1) for name, one in weights(seed).items()}
+
+
+def test_quantized_numbers_and_scales_are_learned_and_have_to_follow() -> None:
+    learned, later = LearnedParameters(), wide(1)
+    assert learned.learn(kept(wide(0)), also_quantized(wide(0))) == []
+    assert set(learned.sources) == {(0, n + end) for n in (QKV, OUT) for end in ("", "_scale")}
+    sent = also_quantized(later).digests
+    assert learned.wrong(kept(later), sent) == []
+    assert learned.wrong(kept(later | {K: wide(0)[K]}), sent) == [QKV, f"{QKV}_scale"]
+
+
+@pytest.mark.parametrize("end", ["", "_scale"])
+def test_a_quantized_parameter_that_nothing_explains_is_returned_at_once(end: str) -> None:
+    found = kept(wide(0)) | {(0, OUT + end): kept(wide(1))[0, OUT + end]}
+    learned = LearnedParameters()
+    assert learned.learn(found, also_quantized(wide(0))) == [OUT + end]
+
+
+def test_without_quantized_digests_nothing_has_to_be_explained() -> None:
+    assert LearnedParameters().learn(kept(wide(0)), SentTensors(digests(**wide(0)))) == []
+
+
+def test_a_quantized_matrix_of_a_frozen_tower_needs_no_explanation() -> None:
+    sent = SentTensors(also_quantized(wide(0)).digests, ("model.visual.blocks.0.proj.weight",))
+    tower = {(0, "visual.blocks.0.proj.weight"): kept(wide(1))[0, OUT]}
+    assert LearnedParameters().learn(tower, sent) == []

@@ -6,15 +6,22 @@ A group of entries shares the scale of its largest one: all of a matrix (fp8_per
 (int8_per_channel), 32 entries of a row (int4_group32), a block of 128 rows and columns
 (fp8_per_block). Integers of b bits are the 2^b - 1 numbers from -(2^(b-1) - 1) to 2^(b-1) - 1,
 without zero points. Scales are float32, and activations stay as they are.
+
+Held rows are computed with the same matrices (``SentMatrices``), so that the proof of freshness is
+as sharp as without the rounding.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from async_opd.core.errors import StageError
 
 if TYPE_CHECKING:
     from async_opd.config.precision import FakeQuantization
@@ -71,3 +78,38 @@ def rounded(matrix: torch.Tensor, grid: Grid) -> torch.Tensor:
     else:
         scaled = scaled.round()
     return (scaled * scale).view_as(padded)[:n, :m].to(matrix.dtype)
+
+
+@dataclass(frozen=True)
+class SentMatrices:
+    """The matrices of a student's layers as they are sent: in ``dtype``, rounded by a scheme."""
+
+    dtype: torch.dtype
+    scheme: FakeQuantization
+
+    @contextmanager
+    def within(self, student: torch.nn.Module) -> Iterator[None]:
+        """The student's linear layers compute with their matrices as sent, during the block.
+
+        Of a sharded student a layer's matrix is whole while it computes. StageError if one that is
+        rounded is not of a linear layer.
+        """
+        handles = []
+        try:
+            for name, parameter in student.named_parameters():
+                if parameter.ndim < 2 or KEPT.search(name):
+                    continue
+                layer = student.get_submodule(name.rpartition(".")[0])
+                if not isinstance(layer, torch.nn.Linear):
+                    cause = f"{name} is not of a linear layer: it cannot compute with it as sent"
+                    raise StageError("trainer", cause, "set sync.verify_every: 0")
+                handles.append(layer.register_forward_hook(self._compute))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _compute(self, layer: Any, given: tuple[torch.Tensor, ...], _: Any) -> torch.Tensor:
+        """A forward hook: the result with the layer's matrix as sent."""
+        sent = rounded(layer.weight.detach().to(self.dtype), GRIDS[self.scheme])
+        return torch.nn.functional.linear(given[0], sent.to(layer.weight.dtype), layer.bias)

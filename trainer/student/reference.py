@@ -17,7 +17,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from async_opd.models.rope import Positions, max_model_len
 from async_opd.weight_sync.layout import GOLDEN, HeldRow, Reference, by_kind, held_ids, held_rows
 from trainer.batches.packing import Row
 from trainer.layers import CompiledLayers
+from trainer.student.fake_quantization import SentMatrices
 from trainer.vision.images import Sight
 
 if TYPE_CHECKING:
@@ -147,20 +148,26 @@ def reference_of(
     rounding: float,
     sight: Sight | None = None,
     layers: CompiledLayers | None = None,
+    sent: SentMatrices | None = None,
 ) -> Reference:
     """Computes the rows twice. Of a sharded student a collective, which all ranks call.
 
-    The second time with errors in the results of all modules, for which ``layers`` run eagerly.
+    The second time with errors in the results of all modules. With hooks ``layers`` run eagerly.
 
     ``logits_of`` computes logits [T, V] with the student, in the dtype whose rounding is
-    ``rounding``. ``sight`` is that of a VLM student.
+    ``rounding``. ``sight`` is that of a VLM student. ``sent``: the matrices with which the engines
+    compute, if the sender rounds them.
     """
     started = time.perf_counter()
     row = packed(rows, sight)
-    exact = logits_of(row)
-    jitter = Jitter.of(exact.device)
-    with layers.paused() if layers else nullcontext(), jitter.within(student.modules()):
-        moved = jitter(logits_of(row))
+    with ExitStack() as hooked:
+        if sent is not None:
+            hooked.enter_context(layers.paused() if layers else nullcontext())
+            hooked.enter_context(sent.within(student))
+        exact = logits_of(row)
+        jitter = Jitter.of(exact.device)
+        with layers.paused() if layers else nullcontext(), jitter.within(student.modules()):
+            moved = jitter(logits_of(row))
     before, after = _logprobs(exact, row, rows), _logprobs(moved, row, rows)
     noise = {
         kind: float(np.concatenate([np.abs(after[at] - before[at]) for at in each]).mean()) / JITTER

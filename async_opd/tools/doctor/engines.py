@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from async_opd.accounting.images import kept
-from async_opd.checks.models import quantization
+from async_opd.checks.models import quantization, unproved
 from async_opd.config.lone_teacher import (
     ITSELF,
     with_itself_as_teacher,
@@ -101,7 +101,9 @@ async def examine_engines(
         measured = await _of_pools(quick, device, eos_ids, prompts)
     except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the pools of the run", error)]
-    found = [*_synced(measured, quantization(config, ModelFiles.read(config.student.model)))]
+    files = ModelFiles.read(config.student.model)
+    quantized_by = quantization(config, files) if unproved(config, files) else ""
+    found = [*_synced(measured, quantized_by)]
     bound = max(_bound_of(measured.first, kind) for kind in FRESHNESS)
     notify("starting a scoring engine with the student's weights")
     found += await _scored_by_itself(quick, device, eos_ids, prompts, measured, bound)
@@ -177,7 +179,7 @@ def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
 def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
     """Results of the two syncs: trainer and rollout engines on held rows; one update.
 
-    ``quantized_by``: the key by which the engines are quantized, which hides outdated weights.
+    ``quantized_by``: the key by which the engines are quantized, if that hides outdated weights.
     """
     for what, metrics in (("first weights", measured.first), ("one update", measured.update)):
         replicas = sum(key.endswith("/freshness_nats") for key in metrics if "student" in key)
