@@ -116,10 +116,10 @@ class Run:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if child.environ().get("ASYNC_OPD_ACTOR") == box:
-                    words = f"{child.name()} {child.cmdline()}"
-                    for role, word in (("actor", "ray::"), ("engine", "EngineCore")):
-                        if word in words:
-                            found[role] = child
+                    if "EngineCore" in child.name():
+                        found["engine"] = child
+                    elif "ray::" in child.name():
+                        found["actor"] = child
             except psutil.Error:
                 continue  # gone meanwhile
         return found

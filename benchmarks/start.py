@@ -119,12 +119,14 @@ def ray(folder: str) -> None:
 
 
 def engine(model: str) -> None:
-    """An engine with the settings of the quickstart's rollouts."""
+    """An engine with the settings of the quickstart's rollouts, as an actor starts it."""
     from async_opd.config.sections.engine import EngineConfig
     from async_opd.models.engine_args import engine_env, engine_kwargs
+    from async_opd.processes.forked_engine import forked_engine
 
-    os.environ.update(engine_env("cpu"))
+    os.environ.update(engine_env("cpu"), ASYNC_OPD_ACTOR=model)
     from vllm import AsyncEngineArgs
+    from vllm.v1.engine import utils
     from vllm.v1.engine.async_llm import AsyncLLM
 
     kwargs = engine_kwargs(
@@ -135,7 +137,8 @@ def engine(model: str) -> None:
         seed=0,
         trust_remote_code=False,
     )
-    made = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
+    with forked_engine(utils, on_cpu=True):
+        made = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs))
     report()
     made.shutdown()
 

@@ -20,6 +20,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.errors import (
@@ -39,6 +40,7 @@ from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.models.processor import prompts_of
 from async_opd.observability.activity import Activity
 from async_opd.processes.engine_workers import ExitWatch, on_workers
+from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import Gate, race
 from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
 from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
@@ -110,7 +112,8 @@ class StudentReplica:
                 slots.resize(adaptive.observe(load))
 
         watcher = load_watcher(observe, self._compute)
-        self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
+        with forked_engine(utils, current_platform.is_cpu()):
+            self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._prompts, self._never = prompts_of(self._engine, "student", media)
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
         self._version = self._requests = self._syncs = 0

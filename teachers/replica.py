@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 
 from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.batch import Batch
@@ -21,6 +22,7 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.processes.engine_workers import on_workers
+from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import gather_or_cancel
 from teachers.meter import ScoringMeter
 from teachers.scoring import RequestScoring
@@ -35,7 +37,8 @@ class TeacherReplica:
         worker = {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
         reported = current_platform.get_device_total_memory
         kwargs = fitted(spec.kwargs, spec.beside, lambda: smallest_gpu() or reported())
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs | worker))
+        with forked_engine(utils, current_platform.is_cpu()):
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs | worker))
         self._media = media
         self._scoring = RequestScoring(spec, self._engine, media)
         self._meter = ScoringMeter(spec.name)

@@ -92,12 +92,15 @@ class ActorFactory:
         self._known_beside: dict[str, int] = {}  # by pool
 
     async def queue(self) -> QueueActor:
-        """The message queue."""
+        """The message queue. Calls of it wait until it is built: see ``build``."""
         queue = QueueActor(await self.create(actor_names.QUEUE, restarts=True), self.config)
-        with self._waiting(queue.remote.name):
-            await queue.build()
         self.images = QueueProxy(queue.remote)
         return queue
+
+    async def build(self, actor: QueueActor | ScorerActor) -> None:
+        """Builds the object in an actor's process."""
+        with self._waiting(actor.remote.name):
+            await actor.build()
 
     async def student(self, index: int, queue: QueueProxy, incarnation: int = 0) -> StudentProxy:
         """One replica of the student; ``incarnation`` counts its restarts.
@@ -258,8 +261,8 @@ class ActorFactory:
             await self._build_after_guests("train", hosts, trainer.build, queue)
         return trainer
 
-    async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
-        """The scoring stage."""
+    async def scorer(self, remote: Remote, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
+        """The scoring stage, in a process that waits for it."""
         actor_factory = replace(
             self,
             notify=discard,
@@ -271,10 +274,8 @@ class ActorFactory:
             barriers=Barriers(),
         )
         rebuild = _RebuildTeacher(actor_factory)
-        remote = await self.create(actor_names.SCORER, restarts=True)
         scorer = ScorerActor(remote, self.config, teachers, queue, rebuild, self.device)
-        with self._waiting(remote.name):
-            await scorer.build()
+        await self.build(scorer)
         self.stages.append(scorer.remote)
         return scorer
 

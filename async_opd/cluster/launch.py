@@ -29,7 +29,9 @@ from async_opd.accounting.images import kept
 from async_opd.checkpoint.checkpointer import state_s
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.resources import refuse_client
+from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
+from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, names, reserve
 from async_opd.cluster.node_checks import ComparedNodes, check_nodes
 from async_opd.cluster.proxies import (
@@ -43,6 +45,7 @@ from async_opd.cluster.proxies import (
 )
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import ray_session
+from async_opd.cluster.singleton_actors import QueueActor
 from async_opd.cluster.supervision import SingletonActors
 from async_opd.cluster.watching import ClusterWatch, Placement
 from async_opd.config.run_config import RunConfig
@@ -221,7 +224,7 @@ async def launch_evaluators(
     """
     given = (device, eos_ids, factories or Factories(), notify)
     async with _processes(config, *given, only={EVAL}) as (actor_factory, reaper):
-        queue = QueueProxy((await actor_factory.queue()).remote)
+        queue = await _image_queue(actor_factory)
         first = config.rollout.replicas
         indices = range(first, first + config.eval.replicas)
         students = await gather_or_cancel(*(actor_factory.student(i, queue) for i in indices))
@@ -288,7 +291,7 @@ async def launch_teacher(
         try:
             async with AsyncExitStack() as stack:
                 if seen:
-                    queue = QueueProxy((await actor_factory.queue()).remote)
+                    queue = await _image_queue(actor_factory)
                     await stack.enter_async_context(kept(queue, "scoring", seen))
                 indices = range(config.teachers[name].replicas)
                 starting = (actor_factory.teacher(name, index) for index in indices)
@@ -303,12 +306,29 @@ async def launch_teacher(
                     await replica.close()
 
 
+async def _image_queue(actor_factory: ActorFactory) -> QueueProxy:
+    queue = await actor_factory.queue()
+    await actor_factory.build(queue)
+    return QueueProxy(queue.remote)
+
+
+async def _built_last(actor_factory: ActorFactory, queue: QueueActor) -> tuple[Remote, Remote]:
+    """The processes of scorer and rollouter, which start while the engines do.
+
+    Ray starts a few processes at a time: those of the engines are asked for before the queue is up.
+    """
+    await actor_factory.build(queue)
+    scorer = await actor_factory.create(actor_names.SCORER, restarts=True)
+    return scorer, await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
+
+
 async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedStages:
     config = actor_factory.config
     queue_actor = await actor_factory.queue()
     queue = QueueProxy(queue_actor.remote)
     try:
         async with asyncio.TaskGroup() as group:
+            last = group.create_task(_built_last(actor_factory, queue_actor))
             hosted = 0 if config.rollout.host is None else config.rollout.replicas
             own = range(hosted, config.rollout.replicas + config.eval.replicas)
             student_tasks = [
@@ -336,9 +356,12 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
             teachers[pool.removeprefix("teachers.")] = list(guests.values())
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote, await asyncio.to_thread(state_s, config))
-    scoring = await actor_factory.scorer(teachers, queue)
+    of_scorer, of_rollouter = last.result()
+    scoring = await actor_factory.scorer(of_scorer, teachers, queue)
     scorer = ScorerProxy(scoring.remote)
-    rollouts = await RollouterActor.start(actor_factory, students, queue, trainer, scorer)
+    rollouts = await RollouterActor.start(
+        actor_factory, of_rollouter, students, queue, trainer, scorer
+    )
     rollouts.refresh = _refresh(actor_factory, trainer, scorer, scoring.weights)
     stages = (queue_actor, scoring, rollouts, training)
     return LaunchedStages(

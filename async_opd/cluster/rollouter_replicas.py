@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from async_opd.cluster import actor_names
 from async_opd.cluster.actor_shell import START_KEY, Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
@@ -65,14 +64,14 @@ class RollouterActor(SingletonActor):
     async def start(
         cls,
         actor_factory: ActorFactory,
+        remote: Remote,
         students: Sequence[StudentProxy],
         *stages: *tuple[QueueProxy, TrainerProxy, ScorerProxy],
     ) -> RollouterActor:
-        """Starts the actor over existing replicas, and connects their first sync group.
+        """Builds the stage in ``remote`` over existing replicas; connects their first sync group.
 
         Nothing rebuilds an actor that dies meanwhile: its death is the launch's error.
         """
-        remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
         bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
         waits = actor_factory.waits
         with waits.on("the replicas of the student", actor_factory.config.timeouts.request_s):

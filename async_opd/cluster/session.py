@@ -56,6 +56,9 @@ STREAM_S = 2.0
 MAX_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")
 """Maximal bytes of the directory's path: the system allows 107 for a socket's."""
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+FIRST_WORKERS = "RAY_prestart_worker_first_driver"
+"""Ray's setting for workers that it starts before any is asked for. Ours have another environment
+than these would have."""
 LOGS = "ray_logs"
 """Folder in the directory of a run."""
 WORKER_LOGS = "worker-*"
@@ -243,7 +246,7 @@ async def _started(
     while True:
         begun, starts = monotonic(), starts + 1
         with ExitStack() as attempt:
-            attempt.enter_context(environment(starting_niceness()))
+            attempt.enter_context(environment({**starting_niceness(), FIRST_WORKERS: "0"}))
             folder = attempt.enter_context(ray_folder())
             ours = attempt.enter_context(process_reaper(folder.path))
             try:

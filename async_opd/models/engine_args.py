@@ -222,6 +222,7 @@ def engine_env(
     if device == "cpu":
         env |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # of its workers, if it has several
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }

@@ -209,9 +209,6 @@ class Starting(Actor):
         timeouts = self.config.timeouts.model_copy(update={"engine_start_s": 0.05})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
-    async def create(self, actor: Any, restarts: bool) -> Any:
-        return self
-
     async def call(self, method: str, timeout_s: float, retry: bool) -> None:
         assert (method, timeout_s) == ("connect", math.inf)
         if self.answer is not None and not retry:  # Remote would repeat it
@@ -225,7 +222,7 @@ class TestStart:
         student: Any = FakeReplica("student/0")
         unused: Any = "stage"
         async with asyncio.timeout(5):
-            await RollouterActor.start(process, [student], unused, unused, unused)
+            await RollouterActor.start(process, process, [student], unused, unused, unused)
 
     async def test_a_process_that_dies_while_it_connects_ends_the_launch(self) -> None:
         with pytest.raises(ProcessRestarts, match="its process died"):

@@ -124,10 +124,10 @@ class Running:
         for process in self.family.values():
             try:
                 if process.environ().get("ASYNC_OPD_ACTOR") == box:
-                    words = f"{process.name()} {process.cmdline()}"
-                    for role, word in (("actor", "ray::"), ("engine", "EngineCore")):
-                        if word in words:
-                            found[role] = process
+                    if "EngineCore" in process.name():
+                        found["engine"] = process
+                    elif "ray::" in process.name():
+                        found["actor"] = process
             except psutil.Error:
                 continue  # gone meanwhile
         return found
