@@ -11,7 +11,7 @@ in turn; peak memory is the rise of the resident set's high-water mark over what
 ``python -m benchmarks.losses`` prints one JSON object last; ratios are ours over straightforward,
 of medians; ``cpu_ratio`` is that of processor time, which a busy machine changes less than the
 clock's. ``difference`` is the largest relative one of loss and gradients between the two.
-``python -m benchmarks.gpu.losses`` measures it on a GPU.
+Row ``losses`` of ``async_opd qualify`` measures it on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.loss_problem import Problem, difference, ours, problem, straightforward
+from async_opd.tools.qualify.measurements.loss_problem import (
+    Problem,
+    difference,
+    ours,
+    problem,
+    straightforward,
+)
 
 CASES = ("topk", "full_vocab")
 WAYS = {"ours": ours, "straightforward": straightforward}

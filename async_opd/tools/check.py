@@ -22,6 +22,7 @@ from async_opd.checkpoint.resume import IDENTITY, identity
 from async_opd.checkpoint.store import FOLDER, Checkpoints
 from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
 from async_opd.checks.resources import pools
+from async_opd.checks.tested import REMEDY, untested
 from async_opd.config.device_defaults import resolved
 from async_opd.config.load import dump_config
 from async_opd.config.overrides import add_config, add_run_dir, load_given
@@ -100,6 +101,8 @@ def check(
         inputs.notes.append(f"cluster.device: auto is taken for {device} here; {would}")
     for note in inputs.notes:
         print(indented(redacted(f"note: {note}")))
+    for line in untested():
+        print(f"warning: {line}\n    → {REMEDY}")
     print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
     pictured = [row for rows in inputs.checked for row in rows if row.images]
     asked = [(config.teacher_of(row.data_source), row.images) for row in pictured]

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from benchmarks.gpu import tables
-from benchmarks.gpu.all import SHARES
 
 ROOT = Path(__file__).parents[2]
 MAIN = 'if __name__ == "__main__":'
@@ -43,14 +38,11 @@ class Case:
     """The arguments of the smallest run of a module, and what it ``starts``.
 
     In them ``{name}`` is the folder of another module's run, which comes before, and ``{}`` its own
-    folder. ``copied``: a file that lies in that before. ``log``: the file with what the module
-    printed when another one ran it.
+    folder.
     """
 
     arguments: str = ""
     starts: str = "torch"
-    copied: str = ""
-    log: str = ""
 
 
 ONE_TEACHER = (
@@ -64,9 +56,6 @@ CASES = {
     "freshness": Case(
         "{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16 fp8_per_channel", "engines"
     ),
-    "gpu.all": Case("--device cpu --out {}"),
-    **{f"gpu.{name}": Case(log=f"{{gpu.all}}/{name}.log") for name in SHARES},
-    "gpu.tables": Case("{gpu.all}/gpu.json {}/gpu.md", copied="docs/gpu.md"),
     "hand_out": Case("--tokens 64 --batch 4 --steps 1 --ranks 2", "engines"),
     "house": Case(),
     "lives": Case("--minutes 0.02"),
@@ -120,8 +109,7 @@ class Runs:
 
     def figures(self, name: str) -> dict[str, Any]:
         """The JSON object in the last line that a module printed."""
-        log = CASES[name].log
-        file = Path(self._filled(log, name)) if log else self.run(name) / "printed"
+        file = self.run(name) / "printed"
         found: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
         return found
 
@@ -135,8 +123,6 @@ class Runs:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         given = [self._filled(word, name) for word in shlex.split(CASES[name].arguments)]
-        if CASES[name].copied:
-            shutil.copy(ROOT / CASES[name].copied, folder)
         command = [sys.executable, "-m", f"benchmarks.{name}", *given]
         with (folder / "printed").open("w") as printed, (folder / "errors").open("w") as errors:
             process = subprocess.Popen(
@@ -244,35 +230,3 @@ def test_every_rollout_of_a_soak_is_trained_once(runs: Runs) -> None:
     assert (found["lost"], found["duplicated"], found["rollouts"]) == (0, 0, 2500)
     assert set(found["loop_lag_s"]) == {"driver", "queue", "scorer"}
     assert found["peak_memory_gib"] < 8
-
-
-# ── on a CPU the scripts for a GPU measure every cell that needs none ──────────────────────────
-
-NEEDS_GPU = {
-    "fsdp": set[str](),
-    "losses": {"recompiles"},
-    "rank": {"varlen", "flash", "flex", "parts"},
-    "scoring": {"float32_logits"},
-    "snapshot": {"pinned, made once"},
-    "streams": {"own"},
-}
-"""The cells that each script skips on a CPU."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHARES)
-def test_a_script_for_a_gpu_measures_every_other_cell_on_a_cpu(name: str, runs: Runs) -> None:
-    found = runs.figures(f"gpu.{name}")
-    assert (found["name"], found["device"]) == (name, "cpu")
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["device_name"]
-    skipped = [cell for cell in found["cells"] if tables.reason(cell)]
-    assert all(NEEDS_GPU[name] & {str(value) for value in cell.values()} for cell in skipped)
-    assert len(skipped) < len(found["cells"])
-
-
-@pytest.mark.slow
-def test_a_mesh_of_one_trains_as_no_mesh(runs: Runs) -> None:
-    cells = runs.figures("gpu.fsdp")["cells"]
-    assert [cell["mesh"] for cell in cells] == ["none", "one, gloo"]
-    assert cells[1]["difference"] < 1e-3

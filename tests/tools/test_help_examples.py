@@ -29,12 +29,13 @@ from tests.microscope.samples import record
 from tests.tools.plan.runs import line
 from tests.tools.plan.test_command import short
 from tests.tools.probe.test_command import cluster
+from tests.tools.qualify.test_harness import passing, table
 from tests.tools.replay import kept
 from tests.tools.test_evaluate import started
 from trainer.build import build_learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("short")]
-__all__ = ["cluster", "short", "started"]  # fixtures
+__all__ = ["cluster", "passing", "short", "started", "table"]  # fixtures
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 INPUTS = {
@@ -44,7 +45,13 @@ INPUTS = {
     "quickstart/data/train.jsonl": "train.jsonl",
     "quickstart/data/eval.jsonl": "test.jsonl",
 }
-FAKED = {"run": "distilling", "quickstart": "distilling", "eval": "started", "probe": "cluster"}
+FAKED = {
+    "run": "distilling",
+    "quickstart": "distilling",
+    "eval": "started",
+    "probe": "cluster",
+    "qualify": "passing",
+}
 """Commands that start engines, and the fixture with their fakes; ``doctor --engines``, ``replay``
 and ``export --push`` have theirs in ``here``."""
 PARSED = {

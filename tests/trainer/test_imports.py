@@ -7,14 +7,16 @@ import sys
 
 import pytest
 
-from benchmarks.gpu.all import SHARES
+from async_opd.tools.qualify.rows import ROWS
 
 OTHERS = ("ray", "vllm", "pydantic", "psutil", "msgspec", "pyarrow", "yaml", "rich", "wandb")
 """Packages that async_opd needs beside torch, transformers and what these need."""
-SCRIPTS = ("all", "tables", *SHARES)
+SCRIPTS = {row.module for row in ROWS.values() if not row.packages}
+QUALIFY = [f"tools.qualify.{name}" for name in ("command", "harness", "tables")]
 MODULES = ", ".join(
     ["trainer.losses", "trainer.batches.packing", "trainer.learner"]
-    + [f"benchmarks.gpu.{name}" for name in SCRIPTS]
+    + [f"async_opd.{name}" for name in ("cli", *QUALIFY)]
+    + [f"async_opd.tools.qualify.measurements.{name}" for name in SCRIPTS]
 )
 
 

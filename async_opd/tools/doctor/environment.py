@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from async_opd.checks.tested import REMEDY, TESTED, is_tested
 from async_opd.tools.doctor.finding import Finding
 
 TOPIC = "environment"
@@ -101,6 +102,9 @@ def _version(name: str, has: str | None, stated: Requirement | None, remedy: str
         return Finding(TOPIC, "error", f"{name} is not installed", remedy)
     if stated is not None and Version(has) not in stated.specifier:
         return Finding(TOPIC, "warning", f"{name} {has}, expected {stated.specifier}", remedy)
+    if not is_tested(name, has):
+        known = " and ".join(TESTED[name])
+        return Finding(TOPIC, "warning", f"{name} {has} is not tested, {known} is", REMEDY)
     return Finding(TOPIC, "ok", f"{name} {has}")
 
 

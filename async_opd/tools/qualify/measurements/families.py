@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from async_opd.core.errors import StageError
-from benchmarks.gpu.measuring import Figures, Report, Skip, device_of, parser, rounded
-from benchmarks.gpu.rank import ATTENTION, attend
-from benchmarks.gpu.students import TrainSettings, rank_of, samples
+from async_opd.tools.qualify.measurements.measuring import Figures, Report, Skip, rounded
+from async_opd.tools.qualify.measurements.rank import ATTENTION, attend
+from async_opd.tools.qualify.measurements.students import TrainSettings, rank_of, samples
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.student.attention_choice import Attention
@@ -130,22 +130,12 @@ def measure(family: str, attention: Attention, device: torch.device) -> Figures:
     return rounded({"attends": model.config._attn_implementation, "norm_ratio": on_device / norm})
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(report: Report) -> None:
     """See the module."""
-    made_parser = parser(__doc__)
-    made_parser.add_argument("--only", help="families, by commas")
-    options = made_parser.parse_args(arguments)
-    device = device_of(options)
+    device = report.device
     torch.set_num_threads(1)  # of the tiny students on the CPU
-    report = Report("families", device, options.seconds)
-    names = options.only.split(",") if options.only else list(FAMILIES)
     kinds: tuple[Attention, ...] = ("auto", *ATTENTION) if device.type == "cuda" else ("auto",)
     for kind in kinds:
-        for family in names:
+        for family in FAMILIES:
             work: Callable[[], Figures] = partial(measure, family, kind, device)
             report.cell(work, what="families", family=family, attention=kind)
-    report.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,27 +6,31 @@ tensors that are made once, and into new ones.
     gb_per_s   bytes copied over seconds, in 10^9 bytes
     ms         until the device and the host are done
     queued_ms  until the call returns: what a training thread would wait for
+
+Then what no allocator counts: ``context_gib``, a second process's CUDA context; ``pinned_ratio``,
+the host memory that torch pins for tensors over their bytes.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from benchmarks.gpu.measuring import (
+from async_opd.tools.qualify.measurements.measuring import (
     Figures,
     Report,
     Skip,
-    device_of,
     finish,
     milliseconds,
-    parser,
     rounded,
+    used_gib,
 )
-from benchmarks.gpu.students import rank_of, student
+from async_opd.tools.qualify.measurements.students import rank_of, student
 
 SIZES = {"cuda": "qwen3-4b", "cpu": "tiny"}
 Copy = Callable[[], object]
@@ -66,11 +70,48 @@ def measure(make: Callable[[], Copy], weights: list[torch.Tensor], device: torch
     return rounded({"gb_per_s": nbytes / ms / 1e6, "ms": ms, "queued_ms": queued})
 
 
-def main(arguments: list[str] | None = None) -> None:
+PINNED = (3 << 20, 100 << 20, 700 << 20)
+"""Bytes of tensors; none is a power of two."""
+TIMEOUT_S = 60.0
+
+
+def pinned(device: torch.device) -> Figures:
+    """Of each of PINNED the host memory that is taken, as torch counts it."""
+    if device.type != "cuda":
+        raise Skip("pinned memory needs a GPU")
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    kept = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in PINNED]
+    taken = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    return rounded({"pinned_ratio": taken / sum(one.nbytes for one in kept)})
+
+
+def hold_context(there: Any) -> None:
+    """Has a context on the first GPU until the process is killed."""
+    torch.zeros(1, device="cuda")
+    there.send("made")
+    there.poll(TIMEOUT_S)
+
+
+def context(device: torch.device) -> Figures:
+    """Of another process."""
+    if device.type != "cuda":
+        raise Skip("a CUDA context needs a GPU")
+    before, spawn = used_gib(), multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=hold_context, args=(there,), daemon=True)
+    process.start()
+    try:
+        if not here.poll(TIMEOUT_S):
+            raise TimeoutError(f"the process has made no context within {TIMEOUT_S:g} s")
+        return rounded({"context_gib": used_gib() - before})
+    finally:
+        process.kill()
+        process.join()
+
+
+def main(report: Report) -> None:
     """See the module."""
-    options = parser(__doc__).parse_args(arguments)
-    device = device_of(options)
-    report = Report("snapshot", device, options.seconds)
+    device = report.device
     shape = SIZES[device.type]
     rank = rank_of(student(shape, device), device)
     weights = [weight for _, weight in rank.weights()]
@@ -83,8 +124,5 @@ def main(arguments: list[str] | None = None) -> None:
     )
     for name, make in copies(weights).items():
         report.cell(partial(measure, make, weights, device), way=name, shape=shape, gib=gib)
-    report.end()
-
-
-if __name__ == "__main__":
-    main()
+    report.cell(partial(pinned, device), what="bytes", of="pinned")
+    report.cell(partial(context, device), what="bytes", of="context")

@@ -33,7 +33,7 @@ class Group(Protocol):
 def current_stream() -> Any:
     """The thread's stream. The first call on a thread makes one and sets it, for good."""
     if getattr(_of_thread, "stream", None) is None:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
         _of_thread.stream = stream
@@ -51,7 +51,8 @@ class _NoStream:
 def _streams(device: torch.device) -> tuple[Any, ...]:
     """The same streams in every call: memory that is freed is kept for its stream."""
     cuda = device.type == "cuda"
-    return tuple(torch.cuda.Stream(device) if cuda else _NoStream() for _ in range(BUFFERS))
+    made: Any = torch.cuda.Stream
+    return tuple(made(device) if cuda else _NoStream() for _ in range(BUFFERS))
 
 
 def _on(stream: Any) -> AbstractContextManager[Any]:

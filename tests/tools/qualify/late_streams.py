@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from benchmarks.gpu import streams, vllm_streams
+from async_opd.tools.qualify.measurements import streams, vllm_streams
 
 Work = Callable[[], object]
 

@@ -24,9 +24,9 @@ from unittest.mock import patch
 
 import torch
 
+from async_opd.tools.qualify.measurements.measuring import Figures, Report, Skip, finish
+from async_opd.tools.qualify.measurements.vllm_streams import current_stream, packed_producer
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
-from benchmarks.gpu.measuring import Figures, Report, Skip, device_of, finish, parser
-from benchmarks.gpu.vllm_streams import current_stream, packed_producer
 from rollouter.transports import nccl
 from rollouter.transports.nccl import NcclSender
 from trainer.publisher import Publisher
@@ -237,11 +237,9 @@ def after_syncs(device: torch.device, sender: str, *, pool: bool, hasty: bool) -
     return asyncio.run(synced(Steps(device), transport, pool=pool, hasty=hasty))
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(report: Report) -> None:
     """See the module."""
-    options = parser(__doc__).parse_args(arguments)
-    device = device_of(options)
-    report = Report("streams", device, options.seconds)
+    device = report.device
     for sender, pool, hasty in CASES:
         report.cell(
             partial(after_syncs, device, sender, pool=pool, hasty=hasty),
@@ -249,8 +247,3 @@ def main(arguments: list[str] | None = None) -> None:
             threads="pool" if pool else "own",
             event="none" if hasty else "waits",
         )
-    report.end()
-
-
-if __name__ == "__main__":
-    main()

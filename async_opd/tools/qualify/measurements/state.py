@@ -24,18 +24,16 @@ from typing import Any
 
 import torch
 
-from async_opd.weight_sync.digests import Digests
-from benchmarks.gpu.measuring import (
+from async_opd.tools.qualify.measurements.measuring import (
     GIB,
     Figures,
     Report,
-    device_of,
     finish,
     milliseconds,
-    parser,
     rounded,
 )
-from benchmarks.gpu.students import TrainSettings, rank_of, samples, student
+from async_opd.tools.qualify.measurements.students import TrainSettings, rank_of, samples, student
+from async_opd.weight_sync.digests import Digests
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.rank import Rank
@@ -212,11 +210,9 @@ def low_bit(device: torch.device, moments: str) -> Figures:
     return rounded({"step_ms": ms, "first_s": first, "moments_gib": nbytes / GIB})
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(report: Report) -> None:
     """See the module."""
-    options = parser(__doc__).parse_args(arguments)
-    device = device_of(options)
-    report = Report("state", device, options.seconds)
+    device = report.device
     shape = SIZES[device.type][0]
     report.cell(partial(twice, device, False), what="twice", shape=shape, deterministic=False)
     report.cell(partial(checkpoint, device), what="checkpoint", shape=shape)
@@ -232,8 +228,3 @@ def main(arguments: list[str] | None = None) -> None:
         work = partial(low_bit, device, moments)
         report.cell(work, what="low_bit", shape=shape, moments=moments)
     report.cell(partial(twice, device, True), what="twice", shape=shape, deterministic=True)
-    report.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -24,19 +24,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu.measuring import (
-    Figures,
-    Report,
-    Skip,
-    device_of,
-    finish,
-    milliseconds,
-    parser,
-    peak_gib,
-    positive,
-    rounded,
-)
-from benchmarks.loss_problem import (
+from async_opd.tools.qualify.measurements.loss_problem import (
     FULL,
     TOPK,
     Problem,
@@ -44,6 +32,15 @@ from benchmarks.loss_problem import (
     ours,
     problem,
     straightforward,
+)
+from async_opd.tools.qualify.measurements.measuring import (
+    Figures,
+    Report,
+    Skip,
+    finish,
+    milliseconds,
+    peak_gib,
+    rounded,
 )
 from trainer.losses.base import TeacherStates
 from trainer.losses.chunked import objective_run
@@ -174,15 +171,10 @@ def recompiles(
     return rounded({"graphs": graphs, "sizes": len(rows), "slowest_s": slowest})
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(report: Report) -> None:
     """Needs a GPU with 32 GiB: the straightforward way takes most of it."""
-    made = parser(__doc__)
-    made.add_argument("--hidden", type=positive, help="hidden sizes; by commas")
-    options = made.parse_args(arguments)
-    device = device_of(options)
-    tokens, vocabulary, sizes = SIZES[device.type]
-    hidden = options.hidden or sizes
-    report = Report("losses", device, options.seconds)
+    device = report.device
+    tokens, vocabulary, hidden = SIZES[device.type]
     for case in CASES:  # first: nothing is compiled yet
         report.cell(
             partial(recompiles, case, vocabulary, hidden[0], RAGGED, device),
@@ -207,8 +199,3 @@ def main(arguments: list[str] | None = None) -> None:
                     hidden=width,
                     dtype=str(dtype).removeprefix("torch."),
                 )
-    report.end()
-
-
-if __name__ == "__main__":
-    main()

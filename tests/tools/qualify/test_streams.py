@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from async_opd.tools.qualify.measurements import streams, vllm_streams
+from async_opd.tools.qualify.measurements.measuring import Figures
 from async_opd.weight_sync.layout import WeightMeta
-from benchmarks.gpu import streams, vllm_streams
-from benchmarks.gpu.measuring import Figures
 from rollouter.transports import nccl
-from tests.benchmarks.late_streams import Late, LateGpu
+from tests.tools.qualify.late_streams import Late, LateGpu
 from trainer.work_thread import WorkThread
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

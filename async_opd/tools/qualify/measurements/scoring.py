@@ -21,14 +21,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu.measuring import (
+from async_opd.tools.qualify.measurements.measuring import (
     GIB,
     Figures,
     Report,
     Skip,
-    device_of,
     milliseconds,
-    parser,
     peak_gib,
     rounded,
 )
@@ -107,11 +105,9 @@ class Rows:
         )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(report: Report) -> None:
     """See the module."""
-    options = parser(__doc__).parse_args(arguments)
-    device = device_of(options)
-    report = Report("scoring", device, options.seconds)
+    device = report.device
     rows, hidden, vocabulary = SIZES[device.type]
     made = Rows(device)
     for kind in HEADS:
@@ -122,8 +118,3 @@ def main(arguments: list[str] | None = None) -> None:
             hidden=hidden,
             vocabulary=vocabulary,
         )
-    report.end()
-
-
-if __name__ == "__main__":
-    main()

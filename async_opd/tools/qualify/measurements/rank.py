@@ -24,6 +24,7 @@ share of the time in which the device runs one, and the places of ``syncs``.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import time
 import traceback
@@ -41,20 +42,17 @@ from async_opd.config.device_defaults import Recomputation
 from async_opd.core.errors import StageError
 from async_opd.memory.step import Step, peak
 from async_opd.models.model_size import ModelSize
-from benchmarks.gpu.measuring import (
+from async_opd.tools.qualify.measurements.measuring import (
     GIB,
     Figures,
     Report,
     Skip,
-    device_of,
     finish,
     matmul_tflops,
     milliseconds,
-    parser,
-    positive,
     rounded,
 )
-from benchmarks.gpu.students import SHAPES, TrainSettings, rank_of, samples, student
+from async_opd.tools.qualify.measurements.students import TrainSettings, rank_of, samples, student
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.layers import compile_layers, recompute_activations
@@ -106,8 +104,7 @@ def add_grouped_queries_to_varlen() -> None:
     argument. The trainer does not choose varlen with such a torch; here it is measured all the
     same.
     """
-    from torch.nn.attention import varlen
-
+    varlen: Any = importlib.import_module("torch.nn.attention.varlen")
     older = varlen.varlen_attn
     if "enable_gqa" in inspect.signature(older).parameters:
         return
@@ -180,9 +177,7 @@ def waits(work: Callable[[], object]) -> Counter[str]:
 
     def noted(message: Any, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
-            frames = [
-                one for one in traceback.extract_stack() if "/benchmarks/" not in one.filename
-            ]
+            frames = [one for one in traceback.extract_stack() if "/qualify/" not in one.filename]
             own = [one for one in frames if "/trainer/" in one.filename] or frames
             found[f"{own[-1].filename.rpartition('/')[2]}:{own[-1].lineno}"] += 1
 
@@ -223,10 +218,11 @@ def parts(cell: Cell, device: torch.device) -> Figures:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         rank.backward([micro_batch])
         finish(device)
+    autograd: Any = torch.autograd
     spent: Counter[str] = Counter()
     longest: Counter[str] = Counter()
     for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == autograd.DeviceType.CUDA:
             name = event.name.lower()
             kinds = (kind for kind, words in KERNELS.items() if any(w in name for w in words))
             spent[next(kinds, "others")] += event.time_range.elapsed_us() / 1e3
@@ -274,6 +270,7 @@ def step(cell: Cell, device: torch.device, matmul: float) -> Figures:
             "first_ms": first_ms,
             "peak_gib": None if used is None else used.peak / GIB,
             "planned_gib": planned(cell, rank),
+            "peak_ratio": None if used is None else used.peak / GIB / planned(cell, rank),
             **(against_eager(rank, micro_batch) if rank.layers else {}),
         }
     )
@@ -347,8 +344,10 @@ def cells(device: torch.device, shapes: list[str], tokens: tuple[int, ...]) -> I
         yield Cell(large, middle, "selective", sequence, compile=True)
     yield Cell(large, middle, "selective", sequence)
     yield Cell(large, middle, "full", sequence, lora=True)
-    for attention in ("flex", "flash", "sdpa"):
+    for attention in ATTENTION[1:]:
         yield Cell(small, middle, "none", sequence, attention)
+        if attention != "sdpa":
+            yield Cell(small, middle, "selective", sequence, attention)
     yield Cell(small, tokens[-1], "full", tokens[-1])  # one long sequence
     for count in (tokens[0], tokens[-1]):
         yield Cell(small, count, "none", sequence)
@@ -357,36 +356,33 @@ def cells(device: torch.device, shapes: list[str], tokens: tuple[int, ...]) -> I
             yield Cell(small, middle, recompute, sequence, compile=True)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """See the module."""
-    made = parser(__doc__)
-    made.add_argument("--shapes", help=f"of {', '.join(SHAPES)}; by commas")
-    made.add_argument("--tokens", type=positive, help="tokens of a row; by commas")
-    options = made.parse_args(arguments)
-    device = device_of(options)
-    default = "qwen3-0.6b,qwen3-4b" if device.type == "cuda" else "tiny"
-    shapes = (options.shapes or default).split(",")
+def kind_of(cell: Cell) -> str:
+    """The row that has the cell."""
+    return "compiled" if cell.compile else "flash" if cell.attention == "flash" else ""
+
+
+def main(report: Report, kind: str = "") -> None:
+    """The cells of one kind: ``compiled``, ``flash``, or all others."""
+    device = report.device
+    shapes = ["qwen3-0.6b", "qwen3-4b"] if device.type == "cuda" else ["tiny"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    report = Report("rank", device, options.seconds)
     matmul = matmul_tflops(device, dtype)
-    report.cell(lambda: rounded({"matmul_tflops": matmul}), what="peak", dtype=str(dtype))
+    if not kind:
+        report.cell(lambda: rounded({"matmul_tflops": matmul}), what="peak", dtype=str(dtype))
     check = Checked(shapes[0], device)
     for attention in ATTENTION:
-        report.cell(
-            partial(check.measure, attention), what="check", shape=shapes[0], attention=attention
-        )
+        if kind == ("flash" if attention == "flash" else ""):
+            work = partial(check.measure, attention)
+            report.cell(work, what="check", shape=shapes[0], attention=attention)
     del check
-    tokens = options.tokens or SIZES[device.type][0]
-    middle, sequence = tokens[len(tokens) // 2], SIZES[device.type][1]
-    for shape in shapes:
+    tokens, sequence = SIZES[device.type]
+    middle = tokens[len(tokens) // 2]
+    for shape in shapes if not kind else ():
         one = Cell(shape, middle, "full", sequence)
         report.cell(partial(parts, one, device), what="parts", **vars(one))
     for one in cells(device, shapes, tokens):
+        if kind_of(one) != kind:
+            continue
         report.cell(partial(step, one, device, matmul), what="step", **vars(one))
         if one.compile and one.recompute == "none":
             report.cell(partial(parts, one, device), what="parts", **vars(one))
-    report.end()
-
-
-if __name__ == "__main__":
-    main()
