@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +49,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with slow tests come first: xdist's workers then end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session")
+def one_bundle() -> Iterator[None]:
+    """All pages of the process have one bundle of Vega's scripts, each of which takes 2 s."""
+    vl_convert = pytest.importorskip("vl_convert", reason="the extra report is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vl_convert, "javascript_bundle", cache(vl_convert.javascript_bundle))
+        yield
 
 
 def make_prompt(uid: str = "p", teacher: str = "t", tokens: int = 3) -> Prompt:

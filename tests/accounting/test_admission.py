@@ -39,23 +39,9 @@ async def test_a_version_admits_so_many_groups_and_no_more(
     settings: dict[str, Any], group: int, groups: int
 ) -> None:
     budget = admission(**settings)
+    assert (await budget.room(group, 99), budget.admitted) == (groups, 0)  # a wait admits nothing
     assert await admitted(budget, group, 99) == groups
     assert await blocked(budget, group)
-
-
-async def test_a_new_version_opens_the_next_batch() -> None:
-    budget = admission()
-    await admitted(budget, 1, 99)
-    waiting = asyncio.create_task(admitted(budget, 1, 99))
-    await asyncio.sleep(0)
-    budget.advance(1)
-    assert await asyncio.wait_for(waiting, 5) == 4
-
-
-async def test_waiting_for_room_admits_nothing() -> None:
-    budget = admission()
-    assert await budget.room(1, at_most_groups=3) == 3
-    assert budget.admitted == 0
 
 
 async def test_a_lost_sample_gives_its_place_to_another() -> None:
@@ -65,29 +51,19 @@ async def test_a_lost_sample_gives_its_place_to_another() -> None:
     assert await admitted(budget, 1) == 1
 
 
-def over_the_budget() -> Admission:
-    """A run that was resumed with a smaller threshold: 12 are admitted, 4 may be."""
+@pytest.mark.parametrize("before", [4, 12], ids=["full", "over it, after a resume"])
+async def test_admission_goes_on_when_the_budget_has_caught_up(before: int) -> None:
     budget = admission(s=0.0)
-    budget.restore(0, 12)
-    return budget
-
-
-def test_nothing_is_admitted_while_more_is_admitted_than_the_budget_allows() -> None:
-    budget = over_the_budget()
-    assert budget.try_admit(1, at_most_groups=64) == 0
-    assert budget.admitted == 12
-
-
-async def test_admission_goes_on_when_the_budget_has_caught_up() -> None:
-    budget = over_the_budget()
+    budget.restore(0, before)
+    assert (budget.try_admit(1, at_most_groups=64), budget.admitted) == (0, before)
     waiting = asyncio.create_task(admitted(budget, 1, 64))
-    for version in (1, 2):
+    for version in range(1, before // 4):
         budget.advance(version)
         await asyncio.sleep(0)
-        assert (waiting.done(), budget.admitted) == (False, 12)
-    budget.advance(3)
+        assert (waiting.done(), budget.admitted) == (False, before)
+    budget.advance(before // 4)
     assert await asyncio.wait_for(waiting, 5) == 4
-    assert budget.admitted == budget.budget == 16
+    assert budget.admitted == budget.budget == before + 4
 
 
 @given(
@@ -125,9 +101,7 @@ def test_versions_never_go_back() -> None:
     st.integers(1, 8),
     st.integers(1, 64),
 )
-def test_the_budget_is_the_formula_without_rounding_errors(
-    v: int, s: float, k: int, b: int
-) -> None:
+def test_the_budget_is_the_formula_without_rounding(v: int, s: float, k: int, b: int) -> None:
     budget = admission(s=s, k=k, b=b, steps=10**9)
     budget.advance(v)
     tenths = round(s * 10)

@@ -57,9 +57,7 @@ def test_a_sample_with_two_states_is_duplicated(tmp_path: Path) -> None:
     assert sorted(completed(tmp_path).duplicated) == ["p/0", "q/0", "r/0"]
 
 
-def test_dead_letters_are_not_lost_also_those_of_a_prompt_that_cannot_be_sampled(
-    tmp_path: Path,
-) -> None:
+def test_dead_letters_are_not_lost_also_those_of_prompts_never_sampled(tmp_path: Path) -> None:
     with Journal(tmp_path / LEDGER) as journal:
         ledger = Ledger(2, journal)
         ledger.admitted([make_prompt("q")], members=1)
@@ -69,30 +67,26 @@ def test_dead_letters_are_not_lost_also_those_of_a_prompt_that_cannot_be_sampled
     assert (found.dead_lettered, found.lost, found.duplicated) == (("q/0", "p/0", "p/1"), (), ())
 
 
-def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\n{"step":1,"trai')
-    assert audit(tmp_path).in_flight == ("p/0",)
-
-
-def test_a_journal_that_is_damaged_elsewhere_is_an_error_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\nnonsense\n{"dead":["p/0"]}\n')
-    with pytest.raises(AuditError, match="line 2, is not an entry of a journal"):
-        audit(tmp_path)
+@pytest.mark.parametrize(
+    ("line", "content"),
+    [
+        (2, b'{"admitted":["p/0"]}\nnonsense\n{"dead":["p/0"]}\n'),
+        (1, b'{"admitted":7}\n'),
+        (1, b'{"trained":[["p/0"]]}\n'),
+        (1, b'{"dead":"p/0"}\n'),
+        (1, b'{"step":"one"}\n'),
+        (1, b'{"step":null}\n'),
+    ],
+)
+def test_damage_is_an_error_with_its_line(tmp_path: Path, line: int, content: bytes) -> None:
+    (tmp_path / LEDGER).write_bytes(content)
+    with pytest.raises(AuditError, match=rf"ledger\.jsonl, line {line}, is not an entry of a j"):
+        audit(str(tmp_path))
 
 
 def test_a_run_directory_without_a_journal_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AuditError, match="cannot be read"):
         audit(tmp_path)
-
-
-def test_a_journal_goes_on_where_it_was_cut(tmp_path: Path) -> None:
-    with Journal(tmp_path / LEDGER) as journal:
-        journal.admitted(["p/0"])
-        size = journal.size
-        journal.trained(1, ["p/0"])
-    with Journal(tmp_path / LEDGER, size) as journal:
-        journal.dead("p/0")
-    assert (audit(tmp_path).trained, audit(tmp_path).dead_lettered) == ((), ("p/0",))
 
 
 def test_a_step_with_an_unknown_sample_counts_for_none_of_its_samples() -> None:
@@ -141,35 +135,31 @@ def test_a_line_that_the_disk_takes_in_parts_is_whole(tmp_path: Path) -> None:
     assert audit(tmp_path).in_flight == ("p/0", "p/1")
 
 
-def test_a_full_disk_is_an_error_that_names_the_journal_and_leaves_no_torn_line(
-    tmp_path: Path,
-) -> None:
+def test_a_full_disk_leaves_no_torn_line_and_no_size_for_a_checkpoint(tmp_path: Path) -> None:
     with Journal(tmp_path / LEDGER) as journal:
         journal.admitted(["p/0"])
-        Disk(journal, 5)
-        with pytest.raises(StageError, match=r"ledger.jsonl cannot be written: No space left"):
-            journal.admitted(["q/0"])
-    assert (tmp_path / LEDGER).read_bytes() == b'{"admitted":["p/0"]}\n'
-
-
-def test_a_journal_that_misses_a_line_belongs_to_no_checkpoint(tmp_path: Path) -> None:
-    with Journal(tmp_path / LEDGER) as journal:
         disk = Disk(journal, 5)
-        with pytest.raises(StageError):
+        with pytest.raises(StageError, match=r"ledger.jsonl cannot be written: No space left"):
             journal.admitted(["q/0"])
         disk.room = 1000  # somebody has made room: what was not written is missing all the same
         with pytest.raises(StageError, match="cannot be written"):
             journal.size  # noqa: B018
         with pytest.raises(StageError, match="cannot be written"):
             journal.trained(1, ["q/0"])
+    assert (tmp_path / LEDGER).read_bytes() == b'{"admitted":["p/0"]}\n'
 
 
-def test_a_journal_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "goes_on"), [(30, 21), (21, 21), (0, 0)])
+def test_a_journal_goes_on_where_it_was_cut_after_its_last_whole_line(
+    tmp_path: Path, size: int, goes_on: int
+) -> None:
     (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\n{"step":1,"trai')
-    with Journal(tmp_path / LEDGER, 30) as journal:
-        assert journal.size == 21
+    assert audit(tmp_path).in_flight == ("p/0",)
+    with Journal(tmp_path / LEDGER, size) as journal:
+        assert journal.size == goes_on
         journal.dead("p/0")
-    assert audit(tmp_path).dead_lettered == ("p/0",)
+    found = audit(tmp_path)
+    assert (found.in_flight, found.dead_lettered) == ((), ("p/0",))
 
 
 def test_a_journal_that_goes_back_forgets_what_came_later(tmp_path: Path) -> None:
@@ -188,16 +178,3 @@ def test_a_run_directory_of_another_format_is_not_audited(tmp_path: Path) -> Non
     (tmp_path / FORMAT_FILE).write_text('{"run_format": 99}')
     with pytest.raises(ConfigError, match="found 99, expected"):
         audit(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [{"admitted": 7}, {"trained": [["p/0"]]}, {"dead": "p/0"}, {"step": "one"}, {"step": None}],
-)
-def test_a_journal_with_odd_types_is_refused_with_its_line(
-    tmp_path: Path, entry: dict[str, object]
-) -> None:
-    write_run_format(tmp_path)
-    (tmp_path / "ledger.jsonl").write_text(json.dumps(entry) + "\n")
-    with pytest.raises(AuditError, match=r"ledger\.jsonl, line 1,"):
-        audit(str(tmp_path))

@@ -49,69 +49,50 @@ class Driver:
         return int((await self.queue.media_stats()).images)
 
 
-async def test_an_image_is_in_the_queue_before_its_group() -> None:
+async def test_an_image_comes_once_and_goes_after_the_last_rollout_of_its_last_prompt() -> None:
     driver = Driver()
-    await driver.put(driver.admitted(prompt("p", 1, 2)))
-    assert await driver.held() == 2
-    assert len(await driver.queue.headers(PROMPTS)) == 1
-
-
-async def test_an_image_is_dropped_after_the_last_rollout_of_its_last_prompt() -> None:
-    driver = Driver()
-    await driver.put(driver.admitted(prompt("p", 1), prompt("q", 1, 2)))
-    held = []
+    groups = driver.admitted(prompt("p", 1), prompt("q", 1, 2))
+    await driver.put(groups)
+    await driver.put([replace(groups[0], members=(1,))])  # again: it brings no bytes
+    assert (await driver.queue.media_stats()).added_bytes == 2 * IMAGE
+    assert len(await driver.queue.headers(PROMPTS)) == 3
+    held = [await driver.held()]
     for uids in (["p/0", "p/1"], ["q/0"], ["q/1"]):
         driver.trained(*uids)
         await driver.images.release(driver.queue)
         held.append(await driver.held())
-    assert held == [2, 2, 0]
+    assert held == [2, 2, 2, 0]
 
 
-async def test_a_group_that_is_put_again_brings_no_bytes() -> None:
-    driver = Driver()
-    groups = driver.admitted(prompt("p", 1))
-    await driver.put(groups)
-    await driver.put([replace(groups[0], members=(1,))])
-    assert (await driver.queue.media_stats()).added_bytes == IMAGE
-
-
-async def test_new_images_wait_for_room_when_two_batches_are_in_flight() -> None:
+@pytest.mark.parametrize(
+    ("before", "new", "trained"),
+    [
+        ((prompt("p", 1), prompt("q", 2)), prompt("r", 3), ("p/0", "p/1")),
+        ((prompt("p"), prompt("q")), prompt("r", 1, 2), ("p/0", "p/1", "q/0", "q/1")),
+    ],
+    ids=["behind images", "behind text alone"],
+)
+async def test_new_images_wait_for_room_when_two_batches_are_in_flight(
+    before: Sequence[Prompt], new: Prompt, trained: Sequence[str]
+) -> None:
     driver = Driver(max_images=1)
-    await driver.put(driver.admitted(prompt("p", 1), prompt("q", 2)), waits=True)
-    assert await driver.held() == 2  # the trainer needs them
-    waiting = asyncio.create_task(driver.put(driver.admitted(prompt("r", 3)), waits=True))
+    await driver.put(driver.admitted(*before), waits=True)  # the trainer needs them
+    waiting = asyncio.create_task(driver.put(driver.admitted(new), waits=True))
     await settle(20)
     assert not waiting.done()
-    driver.trained("p/0", "p/1")
-    await driver.images.release(driver.queue)
-    await waiting
-    assert await driver.held() == 2
-
-
-async def test_images_that_wait_behind_text_alone_come_once_it_is_trained() -> None:
-    driver = Driver(max_images=1)
-    await driver.put(driver.admitted(prompt("p"), prompt("q")), waits=True)
-    waiting = asyncio.create_task(driver.put(driver.admitted(prompt("r", 1, 2)), waits=True))
-    await settle(20)
-    assert not waiting.done()
-    driver.trained("p/0", "p/1", "q/0", "q/1")
+    driver.trained(*trained)
     await driver.images.release(driver.queue)
     async with asyncio.timeout(5):
         await waiting
     assert await driver.held() == 2
 
 
-async def test_prompts_without_new_images_do_not_wait() -> None:
+async def test_prompts_without_new_images_and_those_admitted_before_do_not_wait() -> None:
     driver = Driver(max_images=1)
     await driver.put(driver.admitted(prompt("p", 1), prompt("q", 2)), waits=True)
     await driver.put(driver.admitted(prompt("r", 2), prompt("s")), waits=True)
     assert len(await driver.queue.headers(PROMPTS)) == 4
-
-
-async def test_groups_that_were_admitted_before_do_not_wait() -> None:
-    driver = Driver(max_images=1)
-    await driver.put(driver.admitted(prompt("p", 1), prompt("q", 2)))
-    await driver.put(driver.admitted(prompt("r", 3)))
+    await driver.put(driver.admitted(prompt("t", 3)))
     assert await driver.held() == 3
 
 
@@ -121,18 +102,11 @@ async def test_an_image_whose_bytes_were_not_read_is_an_error_with_uid_and_hash(
         await driver.put(driver.admitted(bare))
 
 
-async def test_images_of_an_evaluation_are_held_while_it_lasts() -> None:
+async def test_images_of_an_evaluation_are_held_while_it_lasts_also_by_a_new_queue() -> None:
     driver = Driver()
     await driver.put(driver.admitted(prompt("p", 1)))
-    async with kept(driver.queue, "evaluation 1", [prompt("e", 1, 2), prompt("f")]):
+    async with driver.images.kept(driver.queue, "eval", [prompt("e", 1, 2), prompt("f")]):
         assert await driver.held() == 2
-    assert await driver.held() == 1
-
-
-async def test_a_new_queue_gets_the_images_of_an_evaluation_that_is_under_way() -> None:
-    driver = Driver()
-    await driver.put(driver.admitted(prompt("p", 1)))
-    async with driver.images.kept(driver.queue, "eval", [prompt("e", 2), prompt("f")]):
         driver.queue.die()
         await driver.images.hold_all(driver.queue)
         assert await driver.held() == 2

@@ -10,11 +10,8 @@ from async_opd.accounting.roll_backs import ROLL_BACKS, RollBack, add_roll_back,
 from async_opd.core.errors import CheckpointError
 
 
-def test_a_run_begins_without_rollbacks(tmp_path: Path) -> None:
-    assert read_roll_backs(tmp_path) == []
-
-
 def test_rollbacks_are_read_in_their_order(tmp_path: Path) -> None:
+    assert read_roll_backs(tmp_path) == []
     first, second = RollBack(30, "too long"), RollBack(20, "cut off")
     assert [add_roll_back(tmp_path, first), add_roll_back(tmp_path, second)] == [1, 2]
     assert read_roll_backs(tmp_path) == [first, second]

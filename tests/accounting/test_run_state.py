@@ -44,6 +44,8 @@ def test_a_cut_has_what_belongs_to_the_trainers_step() -> None:
     assert (cut.step, cut.version, cut.cursor) == (2, 1, 3)
     assert (cut.ledger.trained, cut.ledger.in_flight) == (4, ("p2/0", "p2/1"))
     assert accounts(cut).cut(Captured(2)) == cut
+    with pytest.raises(StageError, match="the trainer is at step 4, the ledger at 2"):
+        after_two_steps().cut(Captured(4))
 
 
 def test_prompts_that_are_read_and_not_admitted_are_not_in_a_cut() -> None:
@@ -56,23 +58,9 @@ def test_prompts_that_are_read_and_not_admitted_are_not_in_a_cut() -> None:
     assert admitted == [[f"p{number}" for number in range(3, 9)]] * 2
 
 
-def test_a_trainer_that_is_elsewhere_has_no_cut() -> None:
-    with pytest.raises(StageError, match="the trainer is at step 4, the ledger at 2"):
-        after_two_steps().cut(Captured(4))
-
-
 def test_the_remainder_of_the_last_version_is_a_version() -> None:
     made = accounts(config=changed(CONFIG, train={"steps": 3}))
     made.supply.groups(3)
     for step in (1, 2, 3):
         made.settle(StepReport(step, trained(step - 1), (), {}))
     assert made.cut(Captured(3)).version == 2
-
-
-def test_the_samples_of_a_step_that_was_left_out_are_dead_letters() -> None:
-    log = FakeLog()
-    made = accounts(log=log)
-    made.supply.groups(1)
-    made.settle(StepReport(1, trained(0), (), {}, skipped="loss nan"))
-    assert log.dead == ["p0/0", "p0/1"]
-    assert made.metrics["ledger/dead_lettered"] == 2

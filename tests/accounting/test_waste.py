@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from async_opd.accounting.run_state import Waste
@@ -20,17 +18,12 @@ def report(*tokens: int, skipped: str = "", duplicated: float = 0.0) -> StepRepo
     return StepReport(1, headers(*tokens), (), metrics, skipped=skipped)
 
 
-def test_without_waste_or_tokens_the_share_is_nothing() -> None:
-    waste = Waste()
-    assert waste.metrics["waste/share"] == 0
-    waste.step(report(10, 20))
-    assert waste.metrics["waste/share"] == 0
-
-
 def test_stale_dead_skipped_and_duplicated_tokens_are_wasted() -> None:
     waste = Waste()
-    waste.step(report(10, 20))
-    waste.step(report(5, skipped="loss nan", duplicated=7.0))
+    assert waste.metrics["waste/share"] == 0
+    waste.step(report(10, 20, duplicated=7.0))
+    assert waste.metrics["waste/duplicated_tokens"] == 7
+    waste.step(report(5, skipped="loss nan", duplicated=7.0))  # a sum already: not added again
     waste.stale(headers(3, 5))
     waste.dead += 2
     assert waste.metrics == {
@@ -39,10 +32,3 @@ def test_stale_dead_skipped_and_duplicated_tokens_are_wasted() -> None:
         "waste/duplicated_tokens": 7.0,
         "waste/share": pytest.approx(22 / 52),
     }
-
-
-def test_duplicates_are_a_sum_already_and_are_not_added_again() -> None:
-    waste = Waste()
-    waste.step(report(1, duplicated=4.0))
-    waste.step(replace(report(1, duplicated=4.0), step=2))
-    assert waste.metrics["waste/duplicated_tokens"] == 4

@@ -13,9 +13,7 @@ from tests.world.config import run_config as config
 
 
 @pytest.mark.parametrize(("rate", "bound_s"), [(1.0, 607.5), (0.5, 615.0)])
-def test_the_time_of_12_bytes_a_parameter_is_added(
-    rate: float, bound_s: float, tmp_path: Path
-) -> None:
+def test_the_time_of_12_bytes_each_is_added(rate: float, bound_s: float, tmp_path: Path) -> None:
     save_file({"w": np.zeros((1024, 640), np.float16)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     made = config(student={"model": str(tmp_path)}, checkpoint={"min_mib_per_s": rate})

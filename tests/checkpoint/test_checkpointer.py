@@ -41,6 +41,11 @@ def writing(tmp_path: Path, said: list[str], timeout_s: float) -> tuple[Checkpoi
     return Checkpointer(store, trainer, **more), trainer
 
 
+async def begun(checkpointer: Checkpointer) -> None:
+    """A checkpoint begins, and is not waited for."""
+    await checkpointer.take(lambda captured: cut(captured.step))
+
+
 async def take(checkpointer: Checkpointer, step: int = 4) -> None:
     await checkpointer.take(lambda _: cut(step))
     await checkpointer.settled()
@@ -79,22 +84,12 @@ async def test_a_state_that_cannot_be_copied_now_is_a_checkpoint_that_is_skipped
         raise CheckpointError("trainer", "the copy before is still being written")
 
     monkeypatch.setattr(trainer, "capture", refuse)
-    await checkpointer.take(lambda captured: cut(captured.step))
+    await begun(checkpointer)
     assert said == ["a checkpoint is skipped: the copy before is still being written"]
     assert checkpointer.metrics["checkpoint/skipped"] == 1
 
 
-async def test_a_folder_that_a_late_write_knows_is_no_later_checkpoints(tmp_path: Path) -> None:
-    """A rank that was given up may write into its given folder, at any time."""
-    store = Checkpoints(tmp_path, 2)
-    first = store.begin(4)
-    assert store.begin(4) != first
-    assert store.begun() == {4}
-
-
-async def test_a_failure_of_any_kind_is_counted_and_the_next_checkpoint_is_taken(
-    tmp_path: Path,
-) -> None:
+async def test_any_failure_is_counted_and_the_next_checkpoint_is_taken(tmp_path: Path) -> None:
     said: list[str] = []
     checkpointer, trainer = writing(tmp_path, said, 20)
     trainer.written.set()
@@ -112,34 +107,19 @@ async def test_a_failure_of_any_kind_is_counted_and_the_next_checkpoint_is_taken
     assert (checkpointer.metrics["checkpoint/failures"], checkpointer.store.steps()) == (1, [8])
 
 
-async def test_what_is_abandoned_while_the_trainer_writes_never_becomes_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+async def test_a_write_that_is_abandoned_never_becomes_a_checkpoint(tmp_path: Path) -> None:
     checkpointer, trainer = writing(tmp_path, [], 20)
-    await checkpointer.take(lambda captured: cut(captured.step))
+    await begun(checkpointer)
     await trainer.begun.wait()
     await checkpointer.abandon(20)
     trainer.written.set()
     await asyncio.sleep(0)
     assert os.listdir(tmp_path) == []
+    await take(checkpointer, 8)
+    assert checkpointer.store.steps() == [8]
 
 
-async def test_what_is_abandoned_while_it_is_committed_is_a_checkpoint_first(
-    tmp_path: Path,
-) -> None:
-    checkpointer, trainer = writing(tmp_path, [], 20)
-    committing, go_on = blocked_commit(checkpointer)
-    trainer.written.set()
-    await checkpointer.take(lambda captured: cut(captured.step))
-    await asyncio.to_thread(committing.wait, 20)
-    asyncio.get_running_loop().call_later(0.05, go_on.set)
-    await checkpointer.abandon(20)
-    assert checkpointer.store.steps() == [4]
-
-
-async def test_what_is_committed_after_its_timeout_is_reported_as_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+async def test_a_commit_after_its_timeout_is_reported_as_a_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
     checkpointer, trainer = writing(tmp_path, said, 1)
     loop, late, told = asyncio.get_running_loop(), threading.Event(), list[tuple[int, Path]]()
@@ -160,27 +140,23 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(20)
 
 
-async def test_a_disk_that_does_not_answer_is_an_error_when_a_checkpoint_is_abandoned(
-    tmp_path: Path,
+@pytest.mark.parametrize("answers", [True, False])
+async def test_what_is_abandoned_while_it_is_committed_is_a_checkpoint_first_or_an_error(
+    tmp_path: Path, answers: bool
 ) -> None:
     checkpointer, trainer = writing(tmp_path, [], 20)
     committing, go_on = blocked_commit(checkpointer)
     trainer.written.set()
-    await checkpointer.take(lambda captured: cut(captured.step))
+    await begun(checkpointer)
     await asyncio.to_thread(committing.wait, 20)
+    if answers:
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        await checkpointer.abandon(20)
+        assert checkpointer.store.steps() == [4]
+        return
     with pytest.raises(StageTimeout, match="after it was given up"):
         await checkpointer.abandon(0.01)
     go_on.set()
-
-
-async def test_after_an_abandoned_checkpoint_the_next_one_is_taken(tmp_path: Path) -> None:
-    checkpointer, trainer = writing(tmp_path, [], 20)
-    await checkpointer.take(lambda captured: cut(captured.step))
-    await trainer.begun.wait()
-    await checkpointer.abandon(20)
-    trainer.written.set()
-    await take(checkpointer, 8)
-    assert checkpointer.store.steps() == [8]
 
 
 def checkpointer(tmp_path: Path, said: list[str], keep_best: str | None) -> Checkpointer:
@@ -189,13 +165,23 @@ def checkpointer(tmp_path: Path, said: list[str], keep_best: str | None) -> Chec
     return Checkpointer(Checkpoints(tmp_path, 2), stages, notify=said.append, **more)
 
 
-async def test_an_evaluation_is_noted_for_the_metric_that_keeps_the_best(tmp_path: Path) -> None:
-    keeping = checkpointer(tmp_path, [], "eval/*/accuracy")
+@pytest.mark.parametrize(
+    ("keep_best", "values"), [("eval/*/accuracy", {4: 0.75}), (None, {})], ids=str
+)
+async def test_an_evaluation_is_noted_for_the_metric_that_keeps_the_best(
+    tmp_path: Path, keep_best: str | None, values: dict[int, float]
+) -> None:
+    said: list[str] = []
+    keeping = checkpointer(tmp_path, said, keep_best)
     await keeping.evaluated(4, {"eval/a/accuracy": 0.5, "eval/b/accuracy": 1.0})
-    assert keeping.store.evaluated.values() == {4: 0.75}
+    assert keeping.store.evaluated.values() == values
+    (tmp_path / "evaluated.json").write_text("damaged")
+    await keeping.evaluated(8, {"eval/a/accuracy": 0.5})
+    assert len(said) == (keep_best is not None)
+    assert not said or "eval/*/accuracy of step 8 is not compared" in said[0]
 
 
-async def test_the_checkpoint_that_is_being_evaluated_stays_until_its_value_is_known(
+async def test_the_checkpoint_that_is_evaluated_stays_until_its_value_is_known(
     tmp_path: Path,
 ) -> None:
     taking, trainer = writing(tmp_path, [], 20)
@@ -228,18 +214,3 @@ async def test_an_evaluation_that_is_cancelled_changes_no_value_afterwards(
     asyncio.get_running_loop().call_later(0.05, go_on.set)
     await asyncio.wait({noting})
     assert keeping.store.evaluated.values() == {4: 0.5}
-
-
-async def test_without_that_metric_no_evaluation_is_noted(tmp_path: Path) -> None:
-    keeping = checkpointer(tmp_path, [], None)
-    await keeping.evaluated(4, {"eval/a/accuracy": 0.5})
-    assert keeping.store.evaluated.values() == {}
-
-
-async def test_an_evaluation_that_cannot_be_noted_is_reported(tmp_path: Path) -> None:
-    said: list[str] = []
-    keeping = checkpointer(tmp_path, said, "eval/a/accuracy")
-    (tmp_path / "evaluated.json").write_text("damaged")
-    await keeping.evaluated(4, {"eval/a/accuracy": 0.5})
-    assert len(said) == 1
-    assert "eval/a/accuracy of step 4 is not compared" in said[0]

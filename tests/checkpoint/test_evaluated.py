@@ -29,19 +29,11 @@ def test_values_are_read_as_they_were_added_the_later_one_of_a_step(tmp_path: Pa
     for step, value in ((4, 0.25), (8, 0.5), (4, 0.75)):
         steps.add(step, value)
     assert steps.values() == {4: 0.75, 8: 0.5}
+    steps.forget_others({2, 4})  # the rows of the others were cut
+    assert steps.values() == {4: 0.75}
 
 
-def test_values_whose_rows_were_cut_are_forgotten(tmp_path: Path) -> None:
-    steps = EvaluatedSteps(tmp_path / "evaluated.json")
-    for step, value in ((4, 0.25), (6, 0.9), (8, 0.5)):
-        steps.add(step, value)
-    steps.forget_others({2, 4})
-    assert steps.values() == {4: 0.25}
-
-
-def test_values_of_another_measure_are_not_compared_and_at_a_resume_forgotten_and_counted(
-    tmp_path: Path,
-) -> None:
+def test_values_of_another_measure_are_forgotten_and_counted_at_a_resume(tmp_path: Path) -> None:
     EvaluatedSteps(tmp_path / "evaluated.json", "greedy").add(4, 0.9)
     sampled = EvaluatedSteps(tmp_path / "evaluated.json", "sampled")
     assert sampled.values() == {}
@@ -63,17 +55,11 @@ OTHERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_another_metric_or_setting_of_evaluations_is_another_measure(other: Any) -> None:
-    assert measure_of(config(**other), [[ROW]]) != measure_of(config(), [[ROW]])
-
-
-def test_other_rows_are_another_measure() -> None:
-    other = replace(ROW, answer="21")
-    assert measure_of(config(), [[other]]) != measure_of(config(), [[ROW]])
-
-
-def test_how_often_a_run_evaluates_does_not_change_the_measure() -> None:
-    assert measure_of(config(eval={"every": 7}), [[ROW]]) == measure_of(config(), [[ROW]])
+def test_another_metric_setting_or_row_of_evaluations_is_another_measure(other: Any) -> None:
+    measure = measure_of(config(), [[ROW]])
+    assert measure_of(config(**other), [[ROW]]) != measure
+    assert measure_of(config(), [[replace(ROW, answer="21")]]) != measure
+    assert measure_of(config(eval={"every": 7}), [[ROW]]) == measure  # how often does not matter
 
 
 BAD = ["no json", '{"values": {"4": "high"}}', '{"measure": "", "values": {"4": NaN}}', "[1]"]

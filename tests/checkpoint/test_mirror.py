@@ -136,19 +136,31 @@ def ends(run: LocalRun, status: Status = "completed") -> None:
     assert run.mirror().close(summary(status)) is None
 
 
-def test_what_is_taken_is_what_was_mirrored(mirrored: LocalRun, tmp_path: Path) -> None:
-    step, weights, ledger = taken(URL, tmp_path / "other")
-    assert (step, ledger) == (4, mirrored.ledgers[weights])
-    assert RunCopies.at(URL).steps() == [2, 4]
+@pytest.mark.parametrize("url", [URL, f"memory://bucket/{END}", "memory://bucket/step_7"])
+def test_what_is_taken_is_what_was_mirrored(tmp_path: Path, url: str) -> None:
+    run = LocalRun(tmp_path / "run")
+    refuse_mirrored(url)
+    for step in (2, 4):
+        run.train(step)
+        sync(run, url)
+    step, weights, ledger = taken(url, tmp_path / "other")
+    assert (step, ledger) == (4, run.ledgers[weights])
+    assert RunCopies.at(url).steps() == [2, 4]
     found = {path.name for path in (tmp_path / "other").iterdir()}
     assert found == {LEDGER, "checkpoints"}
-
-
-@pytest.mark.parametrize("name", [END, "step_7"])
-def test_a_mirror_whose_url_ends_like_a_copys_is_read_too(run: LocalRun, name: str) -> None:
-    sync(run, f"memory://bucket/{name}")
-    with run_at(f"memory://bucket/{name}") as folder:
+    with run_at(url) as folder:
         assert (folder / LEDGER).read() == (run.folder / LEDGER).read_bytes()
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        refuse_mirrored(url)
+    run.folder.rename(tmp_path / "elsewhere")
+    sync(run, url)  # a run directory that is gone removes no copy
+    assert taken(url, tmp_path / "third")[0] == 4
+
+
+def test_folders_that_no_mirror_wrote_are_refused(run: LocalRun) -> None:
+    (RemoteFile(URL) / "step_100" / "model.safetensors").write(b"of somebody else")
+    with pytest.raises(ConfigError, match="no mirror wrote"):
+        take_mirrored(URL, run.folder, IDENTITY)
 
 
 def test_steps_are_removed_as_keep_says_and_others_stay_as_they_are(tmp_path: Path) -> None:
@@ -159,6 +171,9 @@ def test_steps_are_removed_as_keep_says_and_others_stay_as_they_are(tmp_path: Pa
     assert RunCopies.at(URL).steps() == [4, 6]
     with patch.object(RemoteFile, "upload", side_effect=AssertionError("uploaded again")):
         sync(run)
+    run.roll_back()
+    sync(run)
+    assert RunCopies.at(URL).steps() == [4]  # no newer copy is left
 
 
 class Killed(BaseException):
@@ -254,12 +269,6 @@ def test_whenever_it_is_killed_the_newest_complete_copy_is_a_checkpoint_with_its
                 assert weights == f"the weights of checkpoint {run.made}".encode()
 
 
-def test_a_run_that_went_back_leaves_no_newer_copy(mirrored: LocalRun) -> None:
-    mirrored.roll_back()
-    sync(mirrored)
-    assert RunCopies.at(URL).steps() == [2]
-
-
 def copied_teachers(run: LocalRun, written: str) -> dict[int, set[str]]:
     """The folders of teachers in each step's copy; a folder is removed while it is uploaded."""
     teachers = {"a": {"kind": "self", "refresh_every": 2}, "b": {"model": "b"}}
@@ -287,21 +296,9 @@ def copied_teachers(run: LocalRun, written: str) -> dict[int, set[str]]:
 def test_a_copy_has_the_teachers_of_its_own_checkpoint_only(run: LocalRun) -> None:
     run.train(5)
     assert copied_teachers(run, "version_6") == {2: {"version_2"}, 5: {"version_4"}}
-
-
-def test_the_copy_of_the_end_has_no_teachers(run: LocalRun) -> None:
-    (run.folder / "teachers" / "version_2").mkdir(parents=True)
-    (run.folder / "teachers" / "version_2" / "model.safetensors").touch()
     assert run.mirror().close(summary("completed")) is None
     end = RunCopies.at(URL).complete(END)
     assert not any(name.startswith("teachers/") for name in end.files)
-
-
-def test_a_run_directory_that_is_gone_removes_no_copy(run: LocalRun, tmp_path: Path) -> None:
-    sync(run)
-    run.folder.rename(tmp_path / "elsewhere")
-    sync(run)
-    assert taken(URL, tmp_path / "other")[0] == 2
 
 
 def test_the_newer_checkpoint_wins_between_directory_and_mirror(tmp_path: Path) -> None:
@@ -315,32 +312,17 @@ def test_the_newer_checkpoint_wins_between_directory_and_mirror(tmp_path: Path) 
     assert take_mirrored(URL, run.folder, IDENTITY) == []
 
 
-def test_a_copy_of_another_config_replaces_nothing(tmp_path: Path) -> None:
-    run, other = LocalRun(tmp_path / "run"), LocalRun(tmp_path / "other")
-    run.train(4, identity(config(seed=1), ROWS))
-    sync(run)
-    other.train(2)
-    with pytest.raises(ConfigError, match="seed"):
-        take_mirrored(URL, other.folder, IDENTITY)
-    assert other.store.steps() == [2]
-
-
-def test_an_older_copy_of_another_run_is_refused_before_it_would_be_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("theirs", "ours"), [(2, 4), (4, 2)], ids=["older", "newer"])
+def test_a_copy_of_another_config_is_refused_and_neither_replaces_nor_is_removed(
+    tmp_path: Path, theirs: int, ours: int
+) -> None:
     other, run = LocalRun(tmp_path / "other"), LocalRun(tmp_path / "run")
-    other.train(2, identity(config(seed=1), ROWS))
+    other.train(theirs, identity(config(seed=1), ROWS))
     sync(other)
-    run.train(4)
+    run.train(ours)
     with pytest.raises(ConfigError, match="seed"):
         take_mirrored(URL, run.folder, IDENTITY)
-    assert RunCopies.at(URL).steps() == [2]
-
-
-def test_folders_that_no_mirror_wrote_are_refused(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "run")
-    run.train(4)
-    (RemoteFile(URL) / "step_100" / "model.safetensors").write(b"of somebody else")
-    with pytest.raises(ConfigError, match="no mirror wrote"):
-        take_mirrored(URL, run.folder, IDENTITY)
+    assert (RunCopies.at(URL).steps(), run.store.steps()) == ([theirs], [ours])
 
 
 def test_a_copy_replaces_a_damaged_checkpoint_of_its_step(mirrored: LocalRun) -> None:
@@ -384,13 +366,6 @@ def test_no_name_in_a_copy_leads_out_of_the_run_directory(run: LocalRun, name: s
     assert RunCopies.at(URL).newest() is None
 
 
-def test_a_new_run_is_refused_where_another_one_is_mirrored(run: LocalRun) -> None:
-    refuse_mirrored(URL)
-    sync(run)
-    with pytest.raises(ConfigError, match="holds an earlier run"):
-        refuse_mirrored(URL)
-
-
 def test_a_process_stops_once_another_one_mirrors_to_its_url(tmp_path: Path) -> None:
     old, new = LocalRun(tmp_path / "old"), LocalRun(tmp_path / "new")
     old.train(2)
@@ -404,9 +379,7 @@ def test_a_process_stops_once_another_one_mirrors_to_its_url(tmp_path: Path) -> 
     assert RunCopies.at(URL).steps() == [2, 4]
 
 
-def test_a_process_whose_upload_took_long_removes_no_copy_of_the_one_that_took_over(
-    tmp_path: Path,
-) -> None:
+def test_a_process_with_a_slow_upload_removes_no_copy_of_its_successor(tmp_path: Path) -> None:
     old, new = LocalRun(tmp_path / "old"), LocalRun(tmp_path / "new")
     old.train(2)
     mirror = old.mirror()
@@ -455,32 +428,18 @@ def test_the_end_has_the_results_and_a_resume_elsewhere_finds_the_run_completed(
     assert (tmp_path / "other/model/config.json").read_text() == "{}"
 
 
-def completed_without_checkpoints(folder: Path) -> None:
-    ends(LocalRun(folder))
-
-
-def test_a_run_that_completed_without_checkpoints_is_completed_elsewhere(tmp_path: Path) -> None:
-    completed_without_checkpoints(tmp_path / "run")
+def test_a_run_completed_without_checkpoints_is_so_elsewhere(run: LocalRun, tmp_path: Path) -> None:
+    ends(LocalRun(tmp_path / "bare"))
     assert "completed run is taken" in take_mirrored(URL, tmp_path / "other", IDENTITY)[0]
     assert is_completed(tmp_path / "other")
     assert not (tmp_path / "other/.mirror.partial").exists()
     refuse_another(tmp_path / "other", IDENTITY)  # it is known to be of this run
-
-
-def test_the_end_of_another_run_without_checkpoints_is_not_removed(
-    run: LocalRun, tmp_path: Path
-) -> None:
-    completed_without_checkpoints(tmp_path / "other")
     with pytest.raises(ConfigError, match="holds another run"):
-        take_mirrored(URL, run.folder, IDENTITY)
+        take_mirrored(URL, run.folder, IDENTITY)  # and the end is not removed
     assert not is_completed(run.folder)
-
-
-def test_a_changed_end_without_checkpoints_refuses_the_resume(tmp_path: Path) -> None:
-    completed_without_checkpoints(tmp_path / "run")
     (RemoteFile(URL) / END / "model" / "config.json").write(b"{ }")
     with pytest.raises(CheckpointError, match="was changed or cut off"):
-        take_mirrored(URL, tmp_path / "other", IDENTITY)
+        take_mirrored(URL, tmp_path / "third", IDENTITY)
 
 
 def test_of_an_interrupted_run_no_model_is_taken_and_a_resumed_one_removes_its_end(
@@ -494,32 +453,41 @@ def test_of_an_interrupted_run_no_model_is_taken_and_a_resumed_one_removes_its_e
     assert RunCopies.at(URL).complete(END) is None
 
 
-def test_a_completed_run_without_its_end_at_the_url_has_failed(run: LocalRun) -> None:
+def test_a_completed_run_without_its_end_at_the_url_has_failed_and_hides_keys_of_errors(
+    run: LocalRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     mirror = run.mirror()
-    refused = patch.object(RemoteFile, "upload", side_effect=PermissionError("no quota"))
+    words = "s3://user:s3cr3t-of-mine@bucket/run refused AKIAABCDEFGHIJKLMNOP"
+    refused = patch.object(RemoteFile, "upload", side_effect=PermissionError(words))
     with refused, RunLog(config(), run.folder, sinks=[], viewers=[mirror]) as log:
         mirror.notify, mirror.summarize = log.message, log.summarize
         assert log.finish("completed") == "failed"
     found = json.loads((run.folder / "summary.json").read_text())
     assert found["status"] == "failed"
-    assert f"{URL} lacks the end of the run: no quota" in found["error"]
+    assert f"{URL} lacks the end of the run: " in found["error"]
     assert found["mirror/failures"] >= TRIES
     assert "tries left: 0" in (run.folder / "run.log").read_text()
+    shown = capsys.readouterr().err + found["error"] + (run.folder / "run.log").read_text()
+    assert shown.count("refused <hidden>") >= 3
+    assert "s3cr3t-of-mine" not in shown
+    assert "AKIAABCDEFGHIJKLMNOP" not in shown
 
 
 def damaged(run: LocalRun, step: int) -> None:
     (run.store.folder / f"step_{step}" / "trainer.safetensors").write_bytes(b"other bytes")
 
 
-def test_an_older_checkpoint_that_is_damaged_keeps_no_newer_one_from_the_url(
-    tmp_path: Path,
-) -> None:
+def test_a_damaged_older_checkpoint_keeps_no_newer_one_from_the_url(tmp_path: Path) -> None:
     run, said = LocalRun(tmp_path / "run"), list[tuple[str, str]]()
     run.train(2)
     run.train(4)
     damaged(run, 2)
     mirror = run.mirror()
     mirror.notify = lambda text, level: said.append((level, text))
+    mirror._work([None])
+    with patch.object(RemoteFile, "upload", side_effect=AssertionError("uploaded again")):
+        mirror._work([None])
+    assert mirror.metrics["mirror/failures"] == 1
     assert mirror.close(summary("completed")) is None
     complete = RunCopies.at(URL).complete
     assert (complete("step_2"), complete("step_4") is None) == (None, False)
@@ -527,20 +495,8 @@ def test_an_older_checkpoint_that_is_damaged_keeps_no_newer_one_from_the_url(
         f"mirror: {URL} gets no copy of step 2: checkpoints/step_2/trainer.safetensors is not as "
         "its manifest.json says"
     ]
-
-
-def test_a_damaged_older_checkpoint_is_uploaded_once(run: LocalRun) -> None:
-    run.train(4)
-    damaged(run, 2)
-    mirror = run.mirror()
-    mirror._work([None])
-    with patch.object(RemoteFile, "upload", side_effect=AssertionError("uploaded again")):
-        mirror._work([None])
-    assert mirror.metrics["mirror/failures"] == 1
-
-
-def test_a_run_whose_newest_checkpoint_is_damaged_has_no_complete_copy(run: LocalRun) -> None:
-    damaged(run, 2)
+    run.train(6)
+    damaged(run, 6)  # the newest one: there is no complete copy
     with pytest.raises(StageError, match=r"is not as its manifest.json says"):
         run.mirror().close(summary("completed"))
 
@@ -582,23 +538,6 @@ def test_a_signal_ends_the_wait_for_the_last_upload(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_keys_in_a_stores_error_are_hidden_in_run_log_summary_and_standard_error(
-    run: LocalRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mirror = run.mirror()
-    words = "s3://user:s3cr3t-of-mine@bucket/run refused AKIAABCDEFGHIJKLMNOP"
-    refused = patch.object(RemoteFile, "upload", side_effect=PermissionError(words))
-    with refused, RunLog(config(), run.folder, sinks=[], viewers=[mirror]) as log:
-        mirror.notify, mirror.summarize = log.message, log.summarize
-        log.finish("completed")
-    shown = capsys.readouterr().err
-    for text in (run.folder / "run.log", run.folder / "summary.json"):
-        shown += text.read_text()
-    assert "refused <hidden>" in shown
-    assert "s3cr3t-of-mine" not in shown
-    assert "AKIAABCDEFGHIJKLMNOP" not in shown
-
-
 @pytest.mark.parametrize(
     ("given", "cause"),
     [
@@ -607,9 +546,7 @@ def test_keys_in_a_stores_error_are_hidden_in_run_log_summary_and_standard_error
         ({"run_dir": "s3://bucket/a"}, "a run writes to a directory of this machine"),
     ],
 )
-def test_a_mirror_is_a_url_without_keys_and_a_run_directory_is_none(
-    given: dict[str, Any], cause: str
-) -> None:
+def test_a_mirror_is_a_url_without_keys_a_run_dir_is_not(given: dict[str, Any], cause: str) -> None:
     needed = {"student": {"model": "m"}, "teachers": {"t": {"model": "m"}}}
     with pytest.raises(ConfigError) as caught:
         load_config({**needed, "data": {"train": "a.jsonl"}, **given})

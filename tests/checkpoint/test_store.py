@@ -44,11 +44,6 @@ def refused(message: str) -> Any:
     pytest.fail(f"unexpected: {message}")
 
 
-def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    newest = written(tmp_path, 4).newest(refused)
-    assert newest.cut == cut(4)
-
-
 def test_the_newest_few_and_the_one_with_the_best_evaluation_are_kept(tmp_path: Path) -> None:
     assert written(tmp_path / "few", 2, 4, 10, keep=2).steps() == [4, 10]
     best = tmp_path / "best"
@@ -79,18 +74,15 @@ def test_values_that_cannot_be_read_are_reported_and_no_checkpoint_is_lost(tmp_p
     store.forget_evaluations((), said.append)
     assert (store.steps(), store.best()) == ([4], None)
     assert "evaluated.json cannot be read" in said[0]
-
-
-def test_a_resume_tells_that_earlier_values_are_of_another_evaluation(tmp_path: Path) -> None:
-    written(tmp_path, 2).evaluated.add(2, 0.9)
-    said: list[str] = []
-    store = replace(written(tmp_path, 4), measure="another")
-    store.forget_evaluations({2}, said.append)
-    assert said == [
+    (tmp_path / "evaluated.json").unlink()
+    store.evaluated.add(4, 0.9)
+    other = replace(store, measure="another")
+    other.forget_evaluations({4}, said.append)
+    assert said[1:] == [
         "the values of 1 evaluated steps are not compared: checkpoint.keep_best, data.eval or "
         "settings of eval were others"
     ]
-    assert store.best() is None
+    assert other.best() is None
 
 
 @pytest.mark.parametrize(("back", "left"), [(4, [2, 4]), (1, [2])])
@@ -102,9 +94,7 @@ def test_a_rollback_removes_the_checkpoints_after_its_step_but_not_the_oldest(
     assert store.steps() == left
 
 
-def test_a_run_that_may_roll_back_keeps_a_checkpoint_from_before_the_window(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_may_roll_back_keeps_a_checkpoint_from_before_the_window(tmp_path: Path) -> None:
     store = written(tmp_path, *range(1, 12), keep=2, window=10)
     assert store.steps() == [1, 9, 10, 11]
 
@@ -128,15 +118,12 @@ def test_whenever_a_run_rolls_back_it_finds_a_checkpoint_at_most_two_windows_bac
         assert len(steps) <= keep + 2
 
 
-def test_without_any_there_is_none(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "checkpoints", 2).newest(refused) is None
-
-
 def test_what_was_never_finished_is_not_loaded_and_is_removed(tmp_path: Path) -> None:
     store = written(tmp_path, 2)
     (store.begin(4) / CUT).write_text("{}")
     newest = store.newest(refused)
-    assert newest.cut.step == 2
+    assert newest.cut == cut(2)
+    assert Checkpoints(tmp_path / "none", 2).newest(refused) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
 
 
@@ -148,38 +135,40 @@ def test_a_damaged_one_is_passed_over_with_a_message_and_kept_for_a_look(tmp_pat
     assert (newest.cut.step, store.steps()) == (2, [2])
     assert "trainer.safetensors was changed or cut off" in told[0]
     assert (tmp_path / "step_4.damaged").is_dir()
-
-
-@pytest.mark.parametrize(("name", "size"), [("of_nobody", 1), ("trainer.safetensors", 99)])
-def test_a_checkpoint_with_other_files_than_the_trainer_wrote_is_not_committed(
-    name: str, size: int, tmp_path: Path
-) -> None:
-    store = written(tmp_path, 2)
-    part = store.begin(4)
-    (part / "trainer.safetensors").write_bytes(bytes(range(100)))
-    files = {"trainer.safetensors": written_file(part / "trainer.safetensors")}
-    (part / name).write_bytes(bytes(size))
-    with pytest.raises(OSError, match=f"other files than the trainer wrote: .*{name}"):
-        store.commit(part, cut(4), "{}", files)
-    assert store.steps() == [2]
-
-
-def test_a_checkpoint_without_the_file_of_a_rank_is_not_committed(tmp_path: Path) -> None:
-    store = written(tmp_path, 2)
-    part = store.begin(4)
-    with pytest.raises(FileNotFoundError, match="trainer-1-of-2"):
-        store.commit(part, cut(4), "{}", {"trainer-1-of-2.safetensors": WrittenFile(1, "")})
-    assert store.steps() == [2]
-
-
-def test_a_file_too_many_and_another_step_are_damage(tmp_path: Path) -> None:
-    written(tmp_path, 2)
     (tmp_path / "step_2").rename(tmp_path / "step_9")
     with pytest.raises(CheckpointError, match=r"its cut\.json is of step 2"):
         load(tmp_path / "step_9")
     (tmp_path / "step_9" / "payload.pkl").write_bytes(b"")
     with pytest.raises(CheckpointError, match="missing or unexpected"):
         load(tmp_path / "step_9")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "error", "said"),
+    [
+        ("of_nobody", 1, OSError, "other files than the trainer wrote: .*of_nobody"),
+        ("trainer.safetensors", 99, OSError, "other files than the trainer wrote: .*trainer.s"),
+        ("trainer-1-of-2.safetensors", None, FileNotFoundError, "trainer-1-of-2"),
+    ],
+    ids=["one more", "another size", "the file of a rank is missing"],
+)
+def test_a_checkpoint_with_other_files_than_the_trainer_wrote_is_not_committed(
+    name: str, size: int | None, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    store = written(tmp_path, 2)
+    part = store.begin(4)
+
+    (part / "trainer.safetensors").write_bytes(bytes(range(100)))
+    files = {"trainer.safetensors": written_file(part / "trainer.safetensors")}
+    if size is None:
+        files[name] = WrittenFile(1, "")
+    else:
+        (part / name).write_bytes(bytes(size))
+    with pytest.raises(error, match=said):
+        store.commit(part, cut(4), "{}", files)
+    assert store.steps() == [2]
+    assert store.begin(4) != part  # a rank that was given up may write there at any time
+    assert store.begun() == {2, 4}
 
 
 @given(st.data())
@@ -226,6 +215,19 @@ def test_what_is_learned_may_not_change(changes: dict[str, Any], key: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("before", "cause"),
+    [
+        (identity(config(), [[Row("0:0", "a", "1+2=", "3", {})]]), "the files hold other rows"),
+        (json.dumps({"config": {"no": "config"}, "data": ""}), "not one of this version"),
+    ],
+    ids=["other rows", "another version"],
+)
+def test_other_rows_and_configs_of_another_version_are_refused(before: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        refuse_changes(before, identity(config(), ROWS))
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"rollout": {"replicas": 3, "concurrency": 8}},
@@ -237,41 +239,31 @@ def test_what_is_learned_may_not_change(changes: dict[str, Any], key: str) -> No
 )
 def test_where_and_how_fast_may_change(changes: dict[str, Any]) -> None:
     refuse_changes(identity(config(), ROWS), identity(config(**changes), ROWS))
-
-
-@pytest.mark.parametrize("tries", [3, 5])
-def test_a_run_that_began_with_a_key_that_was_removed_since_goes_on(tries: int) -> None:
     before = json.loads(identity(config(), ROWS))
-    before["config"]["sync"]["tries"] = tries
-    refuse_changes(json.dumps(before), identity(config(), ROWS))
-
-
-def test_other_rows_under_the_same_name_are_refused() -> None:
-    others = [[Row("0:0", "a", "1+2=", "3", {})]]
-    with pytest.raises(ConfigError, match="the files hold other rows"):
-        refuse_changes(identity(config(), ROWS), identity(config(), others))
-
-
-def test_a_config_of_another_version_is_an_error_in_words() -> None:
-    before = json.dumps({"config": {"no": "config"}, "data": ""})
-    with pytest.raises(ConfigError, match="not one of this version"):
-        refuse_changes(before, identity(config(), ROWS))
+    before["config"]["sync"]["tries"] = 5  # a key that was removed since
+    refuse_changes(json.dumps(before), identity(config(**changes), ROWS))
 
 
 def test_what_was_logged_after_the_checkpoint_is_cut(tmp_path: Path) -> None:
     lines = [{"step": s, "time": 1.0, "loss": float(s), "nothing": None} for s in (0, 1, 2, 3)]
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo'
     (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "dead_letters.jsonl").write_text("1\n345")  # torn within the checkpoint's 5 bytes
+    cut_files(tmp_path, cut(3))
+    assert (tmp_path / "dead_letters.jsonl").read_text() == "1\n"
     (tmp_path / "dead_letters.jsonl").write_text("1234\n6789\n")
+    (tmp_path / "microscope").mkdir()
+    for step in (1, 2, 3):
+        (tmp_path / "microscope" / f"step_{step:06d}.rank_1.npz").touch()
     assert cut_files(tmp_path, cut(2)) == {"loss": 2.0, "ledger/dead_lettered": 1.0}
     kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in kept] == [0, 1, 2]
     assert (tmp_path / "dead_letters.jsonl").read_text() == "1234\n"
+    left = sorted(path.name for path in (tmp_path / "microscope").iterdir())
+    assert left == ["step_000001.rank_1.npz", "step_000002.rank_1.npz"]
 
 
-def test_evaluations_of_weights_after_the_checkpoint_are_cut_with_their_files(
-    tmp_path: Path,
-) -> None:
+def test_evaluations_after_the_checkpoint_are_cut_with_their_files(tmp_path: Path) -> None:
     lines = [
         {"step": 0, "eval_initial/a/accuracy": 0.1, "eval_initial/newest_version": 0},
         {"step": 4, "eval/a/accuracy": 0.2, "eval/newest_version": 2},
@@ -288,27 +280,12 @@ def test_evaluations_of_weights_after_the_checkpoint_are_cut_with_their_files(
     assert left == ["step_0", "step_4", "teachers"]
 
 
-def test_records_of_tokens_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
-    (tmp_path / "microscope").mkdir()
-    for step in (1, 2, 3):
-        (tmp_path / "microscope" / f"step_{step:06d}.rank_1.npz").touch()
-    cut_files(tmp_path, cut(2))
-    left = sorted(path.name for path in (tmp_path / "microscope").iterdir())
-    assert left == ["step_000001.rank_1.npz", "step_000002.rank_1.npz"]
-    cut_files(tmp_path, None)
-    assert not list((tmp_path / "microscope").iterdir())
-
-
-def test_a_dead_letter_that_a_full_disk_tore_is_cut(tmp_path: Path) -> None:
-    (tmp_path / "dead_letters.jsonl").write_text("1\n345")  # the checkpoint's file had 5 bytes
-    cut_files(tmp_path, cut(2))
-    assert (tmp_path / "dead_letters.jsonl").read_text() == "1\n"
-
-
 def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
-    (tmp_path / EVALS).mkdir()
-    (tmp_path / EVALS / "step_0.jsonl").touch()
+    for name in (f"{EVALS}/step_0.jsonl", "microscope/step_000001.rank_1.npz"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     assert cut_files(tmp_path, None) == {}
     assert not list((tmp_path / EVALS).iterdir())
+    assert not list((tmp_path / "microscope").iterdir())
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -91,16 +91,20 @@ def test_on_another_machine_no_rollback_is_forgotten(run: LocalRun, tmp_path: Pa
     assert run.mirror().roll_back(20) is None
     goes_on(tmp_path / "other")
     assert read_roll_backs(tmp_path / "other") == read_roll_backs(run.folder)
+    bare = LocalRun(tmp_path / "bare", lineage=START)  # without a checkpoint
+    MemoryFileSystem.store.clear()
+    record(bare, to=0)
+    assert bare.mirror().roll_back(20) is None
+    take_mirrored(URL, tmp_path / "third", IDENTITY)
+    assert read_roll_backs(tmp_path / "third") == read_roll_backs(bare.folder)
 
 
-def test_on_another_machine_a_rollback_before_the_first_checkpoint_is_not_forgotten(
-    tmp_path: Path,
-) -> None:
-    run = LocalRun(tmp_path / "run", lineage=START)
-    record(run, to=0)
-    assert run.mirror().roll_back(20) is None
-    take_mirrored(URL, tmp_path / "other", IDENTITY)
-    assert read_roll_backs(tmp_path / "other") == read_roll_backs(run.folder)
+def test_a_new_run_removes_the_notes_of_another_one(tmp_path: Path) -> None:
+    (RemoteFile(URL) / "roll_backs_2.json").write(b"[]")
+    made = LocalRun(tmp_path / "run", lineage=START)
+    made.train(2)
+    sync(made)
+    assert not (RemoteFile(URL) / "roll_backs_2.json").exists()
 
 
 def test_in_its_directory_a_rollback_outlasts_an_older_copy_that_is_taken(run: LocalRun) -> None:
@@ -112,22 +116,12 @@ def test_in_its_directory_a_rollback_outlasts_an_older_copy_that_is_taken(run: L
     assert read_roll_backs(run.folder) == before
 
 
-def test_a_note_whose_writing_was_cut_off_leaves_the_one_before(
-    run: LocalRun, tmp_path: Path
-) -> None:
+def test_a_note_that_was_cut_off_leaves_the_one_before(run: LocalRun, tmp_path: Path) -> None:
     record(run, to=4)
     assert run.mirror().roll_back(20) is None
     (RemoteFile(URL) / "roll_backs_2.json").write(b'[{"step": 5, "rea')
     goes_on(tmp_path / "other")
     assert len(read_roll_backs(tmp_path / "other")) == 1
-
-
-def test_a_new_run_removes_the_notes_of_another_one(tmp_path: Path) -> None:
-    (RemoteFile(URL) / "roll_backs_2.json").write(b"[]")
-    made = LocalRun(tmp_path / "run", lineage=START)
-    made.train(2)
-    sync(made)
-    assert not (RemoteFile(URL) / "roll_backs_2.json").exists()
 
 
 def test_the_end_of_the_run_before_goes_when_a_rollback_is_noted(run: LocalRun) -> None:
@@ -147,9 +141,7 @@ def test_a_store_that_hangs_is_waited_for_within_a_bound(run: LocalRun) -> None:
     assert f"resume the run only in {run.folder}" in warning
 
 
-def test_a_run_that_was_killed_in_a_rollback_leaves_the_step_without_a_mirror_too(
-    run: LocalRun,
-) -> None:
+def test_a_run_killed_in_a_rollback_leaves_the_step_without_a_mirror_too(run: LocalRun) -> None:
     record(run, to=2)
     notes: list[str] = []
     found = run.store.newest(notes.append)
@@ -170,7 +162,7 @@ def test_where_the_run_went_on_elsewhere_its_directory_follows_and_keeps_no_othe
     assert "the run has gone on without step 6: it is skipped, and is now step_6.left" in notes
 
 
-def test_a_directory_that_has_come_further_on_its_own_way_is_refused(
+def test_a_directory_that_came_further_another_way_is_refused(
     run: LocalRun, tmp_path: Path
 ) -> None:
     other = goes_on(tmp_path / "other")
@@ -194,7 +186,7 @@ def test_a_rollback_that_those_who_went_on_elsewhere_do_not_know_is_refused(
     assert "name another --run-dir to go on from the URL" in str(caught.value)
 
 
-def test_a_rollback_of_another_machine_leaves_the_steps_of_this_directory(
+def test_a_rollback_elsewhere_leaves_the_steps_of_this_directory(
     run: LocalRun, tmp_path: Path
 ) -> None:
     other = goes_on(tmp_path / "other")
@@ -205,9 +197,7 @@ def test_a_rollback_of_another_machine_leaves_the_steps_of_this_directory(
     assert len(read_roll_backs(run.folder)) == 1
 
 
-def test_after_a_damaged_checkpoint_the_step_before_goes_on_without_the_copy_of_it(
-    run: LocalRun,
-) -> None:
+def test_after_a_damaged_checkpoint_the_step_before_goes_on_without_its_copy(run: LocalRun) -> None:
     run.lineage = begun_after(2, run.lineage)  # the trainer died, and step 4 was damaged
     (run.store.folder / "step_4").rename(run.store.folder / "step_4.damaged")
     run.train(3)

@@ -11,6 +11,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.memory.pools import COMMUNICATOR, CONTEXT, Machine, outside
 from async_opd.models.engine_args import share_left
 from async_opd.models.model_size import ModelSize
+from tests.world.config import run_config
 
 H100 = 80 * GIB
 BILLION = 1_000_000_000
@@ -22,14 +23,7 @@ def sizes(model: str) -> ModelSize:
 
 
 def config(student: str = "4", train: Any = None, **teachers: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": student},
-            "teachers": teachers,
-            "data": {"train": "prompts.jsonl"},
-            "train": train or {},
-        }
-    )
+    return run_config(student={"model": student}, teachers=teachers, train=train or {})
 
 
 def guest(model: str, host: str = "rollout", share: Any = "auto", **settings: Any) -> Any:

@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 
 from async_opd.checks.findings import Findings
 from async_opd.checks.image_families import check_families
-from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.models.engine_args import Device
 from async_opd.models.families import NOT_ON_CPU
 from async_opd.models.model_files import ModelFiles
 from tests.checks.inputs import change, found, pictured_row, rows
+from tests.world.config import run_config
 
 STUDENT, TEACHER = "student.model", "teachers.see.model"
 SEES = {"model_type": "qwen3_vl", "vision_config": {"model_type": "qwen3_vl_vision"}}
@@ -43,16 +43,11 @@ def problems(
     **kwargs: Any,
 ) -> list[Problem]:
     """What is found of a run whose rows of ``sources`` have images; ``kwargs``: of the student."""
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": "s", **kwargs},
-            "teachers": {
-                "see": {"model": "v", "sources": ["pictures"]},
-                "read": {"model": "t", "sources": ["texts"]},
-            },
-            "data": {"train": "none.jsonl"},
-        }
-    )
+    teachers = {
+        "see": {"model": "v", "sources": ["pictures"]},
+        "read": {"model": "t", "sources": ["texts"]},
+    }
+    config = run_config(student={"model": "s", **kwargs}, teachers=teachers)
     models = {
         STUDENT: files(tmp_path / "s", student),
         TEACHER: files(tmp_path / "v", teacher or SEES),
@@ -145,12 +140,9 @@ def test_a_model_whose_images_are_not_computed_alike_is_refused(
 
 
 def test_a_model_that_sees_needs_its_processors_settings(tmp_path: Path) -> None:
-    config = RunConfig.model_validate(
-        {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "x"}}
-    )
     student, collected = files(tmp_path / "s", SEES), Findings("c.yaml")
     (student.path / "preprocessor_config.json").unlink()
-    given = (config, "cpu", {STUDENT: student})
+    given = (run_config(), "cpu", {STUDENT: student})
     check_families(*given, {STUDENT}, set(), collected)
     assert collected.problems == []
     check_families(*given, set(), set(), collected)
@@ -162,9 +154,7 @@ def test_a_llava_whose_tower_vllm_does_not_load_is_refused(tmp_path: Path) -> No
     weights = {"vision_tower.embeddings.class_embedding": np.zeros(2, np.float32)}
     assert problems(tmp_path, SEES, llava) == []
     save_file(weights, tmp_path / "v" / "model.safetensors")
-    config = RunConfig.model_validate(
-        {"student": {"model": "s"}, "teachers": {"see": {"model": "v"}}, "data": {"train": "x"}}
-    )
+    config = run_config(teachers={"see": {"model": "v"}})
     collected, read = Findings("c.yaml"), ModelFiles(tmp_path / "v", llava, {}, 8, (2,))
     check_families(config, "cpu", {TEACHER: read}, set(), {"x"}, collected)
     (problem,) = collected.problems
@@ -198,13 +188,7 @@ def test_a_runs_rows_say_which_models_get_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("api", "refused"), [("sglang", True), ("vllm", False)])
 def test_images_go_to_servers_of_vllm_only(tmp_path: Path, api: str, refused: bool) -> None:
     see = {"kind": "endpoint", "urls": ["http://h:1"], "served_model": "v", "api": api}
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": "s"},
-            "teachers": {"see": {**see, "sources": ["pictures"]}},
-            "data": {"train": "none.jsonl"},
-        }
-    )
+    config = run_config(teachers={"see": {**see, "sources": ["pictures"]}})
     collected = Findings("c.yaml")
     models = {STUDENT: files(tmp_path / "s", SEES)}
     check_families(config, "cpu", models, frozenset(), {"pictures"}, collected)

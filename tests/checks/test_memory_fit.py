@@ -19,6 +19,7 @@ from async_opd.checks.memory_fit import (
 from async_opd.config.run_config import RunConfig
 from async_opd.memory.pools import GIB, Machine, memory_of
 from async_opd.models.model_size import ModelSize
+from tests.world.config import run_config
 
 BILLION = 1_000_000_000
 
@@ -31,15 +32,8 @@ def sizes(model: str) -> ModelSize:
 
 
 def config(student: str = "4", train: Any = None, **sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": student},
-            "teachers": {"a": {"model": "1"}},
-            "data": {"train": "prompts.jsonl"},
-            "train": train or {},
-            **sections,
-        }
-    )
+    teachers = sections.pop("teachers", {"a": {"model": "1"}})
+    return run_config(student={"model": student}, teachers=teachers, train=train or {}, **sections)
 
 
 def gpus(gib: float | None) -> Machine:

@@ -27,18 +27,13 @@ class Names:
         return "an actor"
 
 
-async def test_a_name_is_waited_for_until_ray_has_freed_it() -> None:
+async def test_a_name_is_waited_for_until_ray_has_freed_it_or_the_bound_is_over() -> None:
     assert await when_free(Names(2).create, "student/0", 10) == "an actor"
-
-
-async def test_a_name_that_ray_does_not_free_is_an_error_that_says_whose() -> None:
     with pytest.raises(StageTimeout, match=r"student/0: another actor still has its name .* 0\.1"):
         await when_free(Names(float("inf")).create, "student/0", 0.1)
 
 
-async def test_nothing_is_started_until_a_silent_head_answers_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_nothing_starts_until_a_silent_head_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would wait for a lost head without end, and the event loop with it."""
     silences = iter([True, True])
 
@@ -54,12 +49,10 @@ async def test_nothing_is_started_until_a_silent_head_answers_again(
     ("run_dir", "name"),
     [("runs/first", "first"), ("/runs/second/", "second"), (None, "simulated"), (".", "simulated")],
 )
-def test_a_run_is_called_as_its_directory(run_dir: str | None, name: str) -> None:
+def test_a_run_has_the_name_of_its_directory_and_a_namespace(
+    run_dir: str | None, name: str
+) -> None:
     one = config(Path("x")).model_copy(update={"run_dir": run_dir})
     assert run_name(one) == name
-
-
-def test_two_runs_of_one_name_have_two_namespaces() -> None:
-    one = config(Path("runs/first"))
     assert namespace(one) != namespace(one)
-    assert namespace(one).startswith("first-")
+    assert namespace(one).startswith(f"{name}-")

@@ -82,17 +82,13 @@ async def built() -> Remote:
 
 @pytest.mark.usefixtures("cluster")
 class TestRemote:
-    async def test_a_call_returns_the_answer(self, victim: Remote) -> None:
-        assert await victim.call("answer") == 42
-
-    async def test_an_error_names_the_process_the_call_and_the_cause(self, victim: Remote) -> None:
-        with pytest.raises(StageError, match="victim: fail failed: ValueError: bad value"):
-            await victim.call("fail")
-
-    async def test_our_own_errors_arrive_as_they_are_even_from_a_group(
+    async def test_a_call_returns_the_answer_or_an_error_with_its_cause(
         self, victim: Remote
     ) -> None:
-        with pytest.raises(StageError, match="inner: broke"):
+        assert await victim.call("answer") == 42
+        with pytest.raises(StageError, match="victim: fail failed: ValueError: bad value"):
+            await victim.call("fail")
+        with pytest.raises(StageError, match="inner: broke"):  # our own: as it is
             await victim.call("fail_in_a_group")
 
     async def test_an_endless_call_ends_in_a_timeout(self, victim: Remote) -> None:
@@ -109,9 +105,7 @@ class TestRemote:
         imports = "import torchvision; import transformers.image_utils"
         assert await victim.call("exit_codes_of_children", imports) == [0, 0]
 
-    async def test_an_object_that_cannot_be_built_is_a_start_error_with_words_of_its_log(
-        self,
-    ) -> None:
+    async def test_an_object_that_cannot_be_built_is_an_error_with_words_of_its_log(self) -> None:
         remote = Remote.create("victim", timeout_s=30)
         with pytest.raises(EngineStartError, match=r"(?s)no such model.*an error in its log"):
             await remote.build(VICTIM, (True,), 60)

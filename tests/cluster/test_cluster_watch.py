@@ -160,18 +160,17 @@ class Silence:
         return await asked
 
 
-async def test_a_silent_node_is_lost_by_the_verdict_of_the_head_which_is_waited_for() -> None:
-    assert await Silence(C, C, C, LOST_C).lost() == LOST_C
+@pytest.mark.parametrize("before", [[C, C, C], [None, None]], ids=["alive", "silent"])
+async def test_a_silent_node_is_lost_by_the_verdict_of_the_head_which_is_waited_for(
+    before: list[Node | None],
+) -> None:
+    assert await Silence(*before, LOST_C).lost() == LOST_C
 
 
 async def test_a_node_that_answers_is_not_lost_and_no_verdict_is_waited_for() -> None:
     world = Silence(C, answers=True)
     assert await lost_node("c", world.ask, world.answers, world.timer) is None
     assert world.timer.due == []
-
-
-async def test_a_silent_head_is_waited_for_since_nothing_can_be_started_without_it() -> None:
-    assert await Silence(None, None, LOST_C).lost() == LOST_C
 
 
 @pytest.mark.parametrize("answer", [C, None])

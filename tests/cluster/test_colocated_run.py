@@ -24,13 +24,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return running.end()
 
 
-def test_it_trains_every_sample_and_the_teachers_answer_their_tasks_in_their_turns(
-    shared: Run,
-) -> None:
+def test_it_trains_every_sample_and_teachers_answer_in_their_turns(shared: Run) -> None:
     assert (shared.code, shared.summary["ledger/trained"]) == (0, 6 * 128), shared.output
     for source in ("sort", "reverse"):
         assert shared.summary[f"eval_teacher/{source}/accuracy"] >= 0.97
-
-
-def test_the_trainer_and_its_teachers_never_work_at_the_same_time(shared: Run) -> None:
-    assert shared.overlaps("step", "score") == []
+    assert shared.overlaps("step", "score") == []  # never at the same time

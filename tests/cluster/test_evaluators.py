@@ -66,23 +66,11 @@ def versions(answers: list[Rollout]) -> set[int]:
     return {span.version for answer in answers for span in answer.version_spans}
 
 
-async def test_an_evaluation_gets_the_newest_weights_and_rollout_replicas_answer_nothing(
-    world: World,
-) -> None:
+async def test_weight_syncs_go_on_during_an_evaluation_of_one_version(world: World) -> None:
     await world.synced(1)
     assert world.versions == [1, 1, 0, 0]
     task = await evaluating(world)
     assert world.versions == [1, 1, 1, 1]
-    for one in world.evaluators:
-        one.goes_on.set()
-    assert versions(await task) == {1}
-
-
-async def test_weight_syncs_go_on_during_an_evaluation_which_keeps_its_version(
-    world: World,
-) -> None:
-    await world.synced(1)
-    task = await evaluating(world)
     for version in (2, 3):
         await asyncio.wait_for(world.synced(version), 1)
     assert world.versions == [3, 3, 1, 1]
@@ -91,9 +79,7 @@ async def test_weight_syncs_go_on_during_an_evaluation_which_keeps_its_version(
     assert versions(await task) == {1}
 
 
-async def test_answers_of_two_versions_are_not_an_evaluation_and_it_begins_anew(
-    world: World,
-) -> None:
+async def test_with_answers_of_two_versions_an_evaluation_begins_anew(world: World) -> None:
     first, second = world.evaluators
     await world.synced(1)
     task = await evaluating(world)
@@ -117,9 +103,7 @@ async def rebuilt(world: World, index: int) -> None:
     await settle()
 
 
-async def test_the_report_of_the_pool_has_their_busy_time_their_spans_and_their_rebuilds(
-    world: World,
-) -> None:
+async def test_reports_and_events_name_them_and_answers_count_for_restarts(world: World) -> None:
     world.evaluators[0].die()
     await rebuilt(world, 2)
     report = await world.service.report()
@@ -128,17 +112,11 @@ async def test_the_report_of_the_pool_has_their_busy_time_their_spans_and_their_
     assert report.counters["eval_busy_s"] == 2 * 3.0
     assert [span.track for span in report.spans] == ["eval/0", "eval/1"]
     assert (report.busy, report.counters.get("tokens")) == ((), None)
-
-
-async def test_their_answers_count_for_their_restarts(world: World) -> None:
-    members = world.service.evaluators.stage.members
-    for _ in range(3):
-        await world.service.report()
-    assert [members.policy.reached(member) for member in members.all] == [3, 3]
-
-
-async def test_their_events_have_their_names(world: World) -> None:
-    world.evaluators[1].die()
-    await world.ordered()
     lines = (await world.service.events(0)).lines
-    assert lines[0] == "eval/1 is ejected: eval/1: its process died"
+    assert lines[0] == "eval/0 is ejected: eval/0: its process died"
+    members = world.service.evaluators.stage.members
+    before = [members.policy.reached(member) for member in members.all]
+    for _ in range(2):
+        await world.service.report()
+    after = [members.policy.reached(member) for member in members.all]
+    assert after == [count + 2 for count in before]

@@ -37,18 +37,11 @@ def made(kind: type[BaseException]) -> Any:
     return type(kind.__name__, (kind,), attributes)()
 
 
-def name_of(kind: type[BaseException]) -> str:
-    return kind.__name__
-
-
-@pytest.mark.parametrize("kind", CALLS, ids=name_of)
-def test_every_error_of_ray_has_a_cause_and_a_remedy(kind: type[BaseException]) -> None:
-    error = to_stage_error("queue", "get", made(kind), restarts=False)
-    assert (error.stage, bool(error.remedy)) == ("queue", True)
-    assert "during get: what Ray says" in error.cause
-
-
-def test_those_that_are_left_out_are_no_kind_of_fault() -> None:
+def test_every_error_of_ray_that_a_call_may_end_with_has_a_cause_and_a_remedy() -> None:
+    for kind in CALLS:
+        error = to_stage_error("queue", "get", made(kind), restarts=False)
+        assert (error.stage, bool(error.remedy)) == ("queue", True), kind
+        assert "during get: what Ray says" in error.cause, kind
     kinds = tuple(kind for fault in FAULTS for kind in fault.kinds)
     assert not [kind for kind in NEVER_RAISED if issubclass(kind, kinds)]
 
@@ -68,30 +61,21 @@ def test_after_the_death_of_a_process_another_one_is_asked_again(death: str) -> 
     error = made(getattr(found, death))
     assert type(to_stage_error("queue", "get", error, restarts=True)) is ProcessRestarts
     assert type(to_stage_error("student/0", "get", error, restarts=False)) is ProcessDied
+    gone = made(found.ActorDiedError)  # for good: Ray does not start it again
+    assert type(to_stage_error("queue", "get", gone, restarts=True)) is ProcessDied
 
 
 @pytest.mark.parametrize("lost", LOST)
-@pytest.mark.parametrize("restarts", [True, False])
-def test_a_lost_message_counts_as_a_death_but_no_other_process_comes(
-    lost: str, restarts: bool
-) -> None:
-    error = to_stage_error("queue", "get", made(getattr(found, lost)), restarts)
-    assert type(error) is ProcessDied
-
-
-@pytest.mark.parametrize("lost", LOST)
-async def test_a_lease_whose_answer_is_lost_is_not_taken_a_second_time(lost: str) -> None:
+async def test_a_lost_message_is_a_death_and_no_lease_is_taken_a_second_time(lost: str) -> None:
     """A second get would lease other rows, and no caller would acknowledge the first lease."""
+    for restarts in (True, False):
+        error = to_stage_error("queue", "get", made(getattr(found, lost)), restarts)
+        assert type(error) is ProcessDied
     handle = Handle(None, made(getattr(found, lost)))
     queue = QueueProxy(Remote("queue", handle, 5, restarts=True))
     with pytest.raises(ProcessDied, match="queue: an argument or its answer"):
         await asyncio.wait_for(queue.get("prompts", 1), 5)
     assert handle.calls == 1
-
-
-def test_an_actor_that_ray_does_not_start_again_is_dead_for_good() -> None:
-    error = made(found.ActorDiedError)
-    assert type(to_stage_error("queue", "get", error, restarts=True)) is ProcessDied
 
 
 def test_a_full_disk_names_the_disk() -> None:
@@ -144,15 +128,11 @@ async def test_a_call_is_an_error_of_ours_also_when_its_arguments_have_no_room(w
         await Remote("queue", handle, 5).call("put")
 
 
-async def test_ray_s_own_timeouts_are_not_taken_for_the_bound_of_the_call() -> None:
-    handle = Handle(None, made(found.GetTimeoutError))
-    with pytest.raises(ProcessDied, match="is lost during get"):
-        await Remote("queue", handle, 5).call("get")
-
-
-async def test_a_bound_names_its_key_in_the_config() -> None:
+async def test_a_bound_names_its_key_and_rays_own_timeouts_are_not_taken_for_it() -> None:
     with pytest.raises(StageTimeout, match=r"raise timeouts\.request_s"):
         await Remote("queue", Handle(None), 0.01).call("stats")
+    with pytest.raises(ProcessDied, match="is lost during get"):
+        await Remote("queue", Handle(None, made(found.GetTimeoutError)), 5).call("get")
 
 
 async def test_a_process_that_dies_at_every_start_is_not_waited_for_without_end() -> None:

@@ -71,9 +71,7 @@ def made_environments(actor_factory: ActorFactory) -> list[dict[str, str]]:
     return made
 
 
-async def test_an_engines_process_knows_how_long_its_start_may_take_and_a_rank_keeps_its_heap() -> (
-    None
-):
+async def test_an_engine_knows_how_long_its_start_may_take_and_a_rank_keeps_its_heap() -> None:
     actor_factory = ActorFactory(config(1800), "cuda", (), Factories(), print)
     made = made_environments(actor_factory)
     with pytest.raises(ProcessMadeError):
@@ -93,6 +91,9 @@ async def started(actor_factory: ActorFactory, node: str) -> FakeHandle:
         await remote.build("module:factory", (), 5)
 
     await actor_factory._build_after_guests("rollout", {0: remote}, build)
+    handle.node = "elsewhere"  # Ray has restarted the process there: it is not built again
+    with pytest.raises(EngineStartError, match=f"it shares GPU 0 of node {node}"):
+        await build()
     return handle  # type: ignore[no-any-return]
 
 
@@ -110,33 +111,14 @@ def actor_factory() -> ActorFactory:
     return made
 
 
-async def test_a_restarted_host_is_built_on_the_gpus_of_its_teachers(
+async def test_a_host_that_ray_restarted_is_built_on_the_gpus_of_its_teachers_only(
     actor_factory: ActorFactory,
 ) -> None:
     await started(actor_factory, "a")
     assert (await started(actor_factory, "a")).built == 1
-
-
-async def test_a_host_that_ray_restarted_on_other_gpus_than_its_teachers_is_refused(
-    actor_factory: ActorFactory,
-) -> None:
-    await started(actor_factory, "a")
     words = "GPU 0 of node b, but it shares GPU 0 of node a"
     with pytest.raises(EngineStartError, match=words):
         await started(actor_factory, "b")
-
-
-async def test_a_rank_that_ray_restarted_elsewhere_is_refused_when_it_is_built_again(
-    actor_factory: ActorFactory,
-) -> None:
-    handle: Any = FakeHandle("a", "0")
-    remote = Remote("trainer", handle, 5)
-    await actor_factory._build_after_guests(
-        "rollout", {0: remote}, lambda: remote.build("m", (), 5)
-    )
-    handle.node = "b"
-    with pytest.raises(EngineStartError, match="it shares GPU 0 of node a"):
-        await remote.build("m", (), 5)
 
 
 @pytest.mark.parametrize("node", ["a", "b"])
@@ -281,6 +263,11 @@ async def test_a_teacher_on_two_hosts_gpus_starts_when_both_have_come_and_before
     await first
     assert made.events[:2] == ["t/0 on 0, 1", "t/0 sleeps"]
     assert sorted(made.events[2:]) == ["host 0", "host 1"]
+    await made.launch(1)  # restarted: it waits for no other host
+    assert made.events[4:] == ["host 1"]
+    small = Together(t=1)  # than its host: it gets the first of its GPUs
+    small.factory.placements["rollout", 0] = ActorPlacement("a", ("4", "5"))
+    assert small.factory._shared_place("teachers.t", 0) == ActorPlacement("a", ("4",))
 
 
 async def test_teachers_of_all_sizes_start_one_after_the_other_on_every_gpu() -> None:
@@ -302,22 +289,9 @@ async def test_teachers_of_all_sizes_start_one_after_the_other_on_every_gpu() ->
     }
 
 
-async def test_a_smaller_teacher_than_its_host_gets_the_first_of_its_gpus() -> None:
-    made = Together(t=1)
-    made.factory.placements["rollout", 0] = ActorPlacement("a", ("4", "5"))
-    assert made.factory._shared_place("teachers.t", 0) == ActorPlacement("a", ("4",))
-
-
 async def test_a_teacher_that_does_not_start_is_the_error_of_all_of_its_hosts() -> None:
     made = Together(t=2)
     made.broken = "t"
     works = [asyncio.create_task(made.host(index)) for index in range(2)]
     await asyncio.wait_for(asyncio.wait(works), 5)
     assert [str(work.exception()) for work in works] == ["teacher t/0: no memory"] * 2
-
-
-async def test_a_host_that_is_restarted_waits_for_no_other_host_of_its_teacher() -> None:
-    made = Together(t=2)
-    await made.launch(0, 1)
-    await made.launch(1)
-    assert made.events[-1] == "host 1"

@@ -43,14 +43,9 @@ def words(process: psutil.Process) -> str:
         return ""
 
 
-def test_the_run_has_failed_and_its_summary_names_the_head(run: Run) -> None:
+def test_the_loss_is_noticed_at_once_and_the_last_step_has_a_checkpoint(run: Run) -> None:
     assert run.ended(1, "failed"), run.output
     assert "Ray's head has not answered for" in run.summary["error"]
-
-
-def test_the_loss_is_noticed_before_the_run_ends_and_the_last_step_has_a_checkpoint(
-    run: Run,
-) -> None:
     log = (run.directory / "run.log").read_text()
     assert log.index("Ray's head does not answer") < log.index("the run has failed")
     assert Checkpoints(run.directory / "checkpoints", 2).steps()[-1] == run.summary["steps"]

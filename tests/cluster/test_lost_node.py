@@ -63,9 +63,7 @@ def cluster() -> Iterator[Any]:
         yield cluster
 
 
-async def test_a_process_whose_node_is_lost_is_displaced_after_the_heads_verdict(
-    cluster: Any,
-) -> None:
+async def test_a_process_of_a_lost_node_is_displaced_after_the_heads_verdict(cluster: Any) -> None:
     (second,) = [node for node in cluster.list_all_nodes() if not node.is_head()]
     remote = Remote.create("engine", timeout_s=BOUND_S, bundle=on_the_second_node(cluster))
     await remote.build(ENGINE, (), BOUND_S)
@@ -100,9 +98,7 @@ async def test_the_last_lines_of_a_process_that_dies_at_its_start_come_from_its_
         await remote.build(ENGINE, (False, True), BOUND_S)
 
 
-async def test_a_process_that_dies_on_one_of_several_nodes_is_named_with_its_node(
-    cluster: Any,
-) -> None:
+async def test_a_process_that_dies_on_one_of_several_nodes_names_it(cluster: Any) -> None:
     remote = Remote.create("engine", timeout_s=BOUND_S, bundle=on_the_second_node(cluster))
     await remote.build(ENGINE, (), BOUND_S)
     name = socket.gethostname()
@@ -150,9 +146,7 @@ async def test_machines_that_join_later_are_waited_for_and_then_refused(cluster:
     assert None not in bundles.asked().values()
 
 
-async def test_the_gpus_left_after_a_loss_go_to_the_trainer_and_the_only_teacher(
-    cluster: Any,
-) -> None:
+async def test_gpus_left_after_a_loss_go_to_the_trainer_and_the_only_teacher(cluster: Any) -> None:
     second, third = [cluster.add_node(**GPUS) for _ in range(2)]
     bundles = await reserve(config(wait_s=BOUND_S), print)
     lines: list[str] = []

@@ -101,7 +101,7 @@ async def test_an_actors_process_names_its_interface_before_it_imports_anything(
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_processes_of_a_joined_cluster_get_the_drivers_settings_of_networks_and_models() -> None:
+def test_processes_of_a_joined_cluster_get_settings_of_networks_and_models_and_no_secret() -> None:
     shared = {
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_IB_HCA": "mlx5_0",
@@ -114,9 +114,5 @@ def test_processes_of_a_joined_cluster_get_the_drivers_settings_of_networks_and_
         "NO_PROXY": "10.0.0.0/8",
     }
     others = {"PATH": "/bin", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "0", "NCCLX": "1"}
-    assert shared_environment(JOINED, shared | others) == shared
-
-
-def test_secrets_stay_with_the_driver() -> None:
     secret = {"HF_TOKEN": "hf_short", "http_proxy": "http://user:password@proxy:3128"}
-    assert shared_environment(JOINED, secret) == {}
+    assert shared_environment(JOINED, shared | others | secret) == shared

@@ -62,16 +62,6 @@ async def test_a_local_run_asks_no_node(
     assert await check_nodes(config(tmp_path, None), "cpu") is None
 
 
-async def test_a_single_node_is_asked_because_the_driver_may_be_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
-) -> None:
-    """As in a container, which does not have the node's folders."""
-    alive(1)
-    monkeypatch.setattr(node_checks, "_answer", late)
-    with pytest.raises(ConfigError, match="n0"):
-        await check_nodes(config(tmp_path), "cpu")
-
-
 async def test_a_node_that_joins_later_is_compared_before_a_process_is_built_on_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
 ) -> None:
@@ -81,7 +71,9 @@ async def test_a_node_that_joins_later_is_compared_before_a_process_is_built_on_
     async def answer(ask: Any, timeout_s: float) -> NodeReport:
         name, probe, gpus = ask.args
         asked.append(name)
-        found = nodes.report(name, probe, gpus)
+        with monkeypatch.context() as patch:
+            patch.chdir("/")  # a process on a node has another working directory than the driver
+            found = nodes.report(name, probe, gpus)
         return replace(found, versions={**found.versions, **other})
 
     alive(1)
@@ -115,49 +107,24 @@ async def test_every_process_of_a_run_compares_its_node(monkeypatch: pytest.Monk
     assert remote.compare_node == compared.compare
 
 
-async def test_every_living_node_that_does_not_answer_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
+@pytest.mark.parametrize("count", [1, 2])
+async def test_every_living_node_that_does_not_answer_is_named_also_a_single_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None], count: int
 ) -> None:
-    alive(2)
-    monkeypatch.setattr(node_checks, "_answer", late)
-    with pytest.raises(ConfigError) as refused:
-        await check_nodes(config(tmp_path), "cpu")
-    assert [problem.message for problem in refused.value.problems] == [
-        f"{name} (127.0.0.1): no report: a report took longer than 600 s" for name in ("n0", "n1")
-    ]
-
-
-async def test_the_drivers_file_is_in_the_run_directory_only_while_nodes_look_for_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
-) -> None:
-    seen: list[list[str]] = []
+    """The driver may be elsewhere, as in a container without the node's folders."""
+    probes: list[str] = []
 
     async def answer(ask: Any, timeout_s: float) -> NodeReport:
         _, probe, _ = ask.args
-        seen.append(os.listdir(tmp_path))
-        assert seen[-1] == [probe.name]
-        raise StageTimeout("node", "late")
+        assert os.listdir(tmp_path) == [probe.name]  # the driver's file, while nodes look for it
+        probes.append(probe.name)
+        return await late(ask, timeout_s)
 
-    alive(2)
+    alive(count)
     monkeypatch.setattr(node_checks, "_answer", answer)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError) as refused:
         await check_nodes(config(tmp_path), "cpu")
-    assert len(seen) == 2
-    assert os.listdir(tmp_path) == []
-
-
-async def test_nodes_look_for_the_run_directory_by_its_absolute_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
-) -> None:
-    """A process on a node has another working directory than the driver."""
-
-    async def answer(ask: Any, timeout_s: float) -> NodeReport:
-        name, probe, gpus = ask.args
-        with monkeypatch.context() as patch:
-            patch.chdir("/")
-            return nodes.report(name, probe, gpus)
-
-    alive(2)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(node_checks, "_answer", answer)
-    await check_nodes(config(Path("runs/r")), "cpu")
+    assert [problem.message for problem in refused.value.problems] == [
+        f"n{at} (127.0.0.1): no report: a report took longer than 600 s" for at in range(count)
+    ]
+    assert (len(probes), os.listdir(tmp_path)) == (count, [])

@@ -30,18 +30,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ).end()
 
 
-def test_it_trains_every_sample_once_and_leaves_no_process_behind(done: Run) -> None:
+def test_it_trains_every_sample_once_and_engines_sample_from_the_ranks_weights(done: Run) -> None:
     assert done.ended(0, "completed"), done.output
     found = audit(done.directory)
     assert (len(found.trained), found.lost, found.duplicated) == (6 * 128, (), ())
-
-
-def test_the_student_comes_nearer_to_its_teachers(done: Run) -> None:
     losses = done.values("loss/distillation")
     assert losses[-1] < losses[0]
-
-
-def test_engines_sample_from_what_the_ranks_trained(done: Run) -> None:
     checked = [line for line in done.metrics if "sync/freshness_nats" in line]
     assert [line["sync/wrong_weights"] for line in checked] == [0.0, 0.0]
 

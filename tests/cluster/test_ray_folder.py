@@ -28,11 +28,14 @@ def test_lines_of_an_engine_are_in_the_run_directory_before_the_run_ends(
 ) -> None:
     run_dir, log = tmp_path / "run", log_of(folder)
     run_dir.mkdir()
+    log_of(folder, "gcs_server.err").write_text("Ray's own")
+    log_of(folder, "worker-9.err").symlink_to(log_of(folder, "gcs_server.err"))
     for line in ("loads\n", "warms up\n", ""):
         with log.open("a") as file:
             file.write(line)
         folder.stream_logs(run_dir)
     assert (run_dir / LOGS / log.name).read_text() == "loads\nwarms up\n"
+    assert list((run_dir / LOGS).iterdir()) == [run_dir / LOGS / log.name]
 
 
 def test_a_streamed_log_has_a_bound_and_ends_as_the_end_of_the_log(
@@ -63,16 +66,6 @@ def test_of_more_logs_than_the_bound_the_last_written_are_kept_whatever_their_na
     os.utime(log_of(folder, "worker-c"), (9, 9))
     folder.keep_logs(run_dir)
     assert sorted(path.name for path in (run_dir / LOGS).iterdir()) == ["worker-b", "worker-c"]
-
-
-def test_only_logs_of_the_runs_own_processes_are_streamed(
-    folder: RayFolder, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    log_of(folder, "gcs_server.err").write_text("Ray's own")
-    log_of(folder).symlink_to(log_of(folder, "gcs_server.err"))
-    folder.stream_logs(tmp_path / "run")
-    assert list((tmp_path / "run" / LOGS).iterdir()) == []
 
 
 async def test_an_error_of_any_kind_is_printed_once_and_logs_are_streamed_again(

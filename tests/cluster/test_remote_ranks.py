@@ -14,7 +14,7 @@ from async_opd.core.errors import ProcessDied, StageError
 class Process:
     """Answers with its arguments, or with an error."""
 
-    def __init__(self, name: str, error: StageError | None = None) -> None:
+    def __init__(self, name: str, error: Exception | None = None) -> None:
         self.name = name
         self.error = error
         self.calls = 0
@@ -42,10 +42,7 @@ async def test_each_rank_gets_its_own_arguments() -> None:
     made = rank_group(Process("trainer/1"), Process("trainer/2"))
     found = await results(made, ("a",), ("b",))
     assert found == [("trainer/1", "backward", "a"), ("trainer/2", "backward", "b")]
-
-
-async def test_the_first_rank_counts() -> None:
-    assert rank_group(Process("trainer/1"), Process("trainer/2")).ranks == 3
+    assert made.ranks == 3  # the first rank counts
 
 
 async def test_the_death_of_a_rank_is_the_trainers() -> None:
@@ -56,12 +53,21 @@ async def test_the_death_of_a_rank_is_the_trainers() -> None:
     assert "trainer/1: its process died" in caught.value.cause
 
 
-async def test_a_failure_reaches_the_caller_that_waits_for_one() -> None:
-    made = rank_group(Process("trainer/1", StageError("trainer/1", "out of memory")))
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (StageError("trainer/1", "out of memory"), "out of memory"),
+        (TypeError("cannot pickle"), "TypeError: cannot pickle"),
+    ],
+)
+async def test_a_failure_of_a_rank_or_its_arguments_reaches_the_caller_that_waits_for_one(
+    error: Exception, cause: str
+) -> None:
+    made = rank_group(Process("trainer/1", error))
     waiting = asyncio.create_task(made.failure())
-    with pytest.raises(StageError, match="out of memory"):
+    with pytest.raises(StageError, match=cause):
         await results(made, ())
-    assert (await waiting).cause == "out of memory"
+    assert (await waiting).stage == "trainer/1"
 
 
 async def test_a_collective_that_broke_is_blamed_on_the_rank_that_died_a_moment_later() -> None:
@@ -84,32 +90,17 @@ async def test_a_collective_that_broke_is_blamed_on_the_rank_that_died_a_moment_
         await order
 
 
-async def test_arguments_that_cannot_be_sent_are_a_failure() -> None:
-    class Refuses(Process):
-        async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-            raise TypeError("cannot pickle")
-
-    made = rank_group(Refuses("trainer/1"))
-    with pytest.raises(StageError, match="TypeError: cannot pickle"):
-        await results(made, ())
-    assert (await made.failure()).stage == "trainer/1"
-
-
-async def test_after_a_failure_nobody_gets_orders() -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["of a rank", "of the first rank itself"])
+async def test_after_a_failure_nobody_gets_orders(own: bool) -> None:
     well = Process("trainer/2")
-    made = rank_group(Process("trainer/1", StageError("trainer/1", "out of memory")), well)
-    with pytest.raises(StageError):
-        await results(made, (), ())
+    failing = Process("trainer/1", None if own else StageError("trainer/1", "out of memory"))
+    made = rank_group(failing, well)
+    if own:
+        made.mark_broken()
+    else:
+        with pytest.raises(StageError):
+            await results(made, (), ())
     calls = well.calls
     with pytest.raises(StageError, match="out of step"):
         await results(made, (), ())
     assert well.calls == calls
-
-
-async def test_nor_after_the_first_rank_has_failed_itself() -> None:
-    well = Process("trainer/1")
-    made = rank_group(well)
-    made.mark_broken()
-    with pytest.raises(StageError, match="out of step"):
-        await results(made, ())
-    assert well.calls == 0

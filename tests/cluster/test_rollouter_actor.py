@@ -175,12 +175,18 @@ async def world() -> Any:
         task.cancel()
 
 
-@pytest.mark.parametrize("host", ["", "rollout"])
+@pytest.mark.parametrize("host", ["", "rollout", "train"])
 async def test_replicas_that_died_are_ordered_together_and_serve_with_the_newest_weights(
     world: World, host: str
 ) -> None:
-    world.teachers.asleep.set()
-    service = await world.runs(host)
+    if host != "train":  # no turn of its teachers is waited for before replicas are ordered
+        world.teachers.asleep.set()
+    service = await world.runs(host, rebuilds=2)
+    assert await world.ordered() == []
+    assert [student.version for student in world.students] == [0, 0]  # no snapshot, no weights
+    if host == "train":
+        assert await world.die() == [0, 1]
+        return
     await service.snapshot(3)
     assert await world.die() == [0, 1]
     others = [await world.delivers(index) for index in (0, 1)]
@@ -188,6 +194,10 @@ async def test_replicas_that_died_are_ordered_together_and_serve_with_the_newest
     assert [student.version for student in others] == [3, 3]
     assert all(student.killed for student in world.students)
     assert world.queue.released == ["student/0#0", "student/1#0"]
+    assert (await service.report()).gauges["rebuilds"] == 2 + 2
+    lines = (await service.events(0)).lines
+    assert lines[0] == "student/0 is ejected: student/0: its process died"
+    assert lines[-1] == "student/1 is rebuilt"
 
 
 async def test_a_replica_that_cannot_be_started_is_ordered_again(world: World) -> None:
@@ -199,26 +209,14 @@ async def test_a_replica_that_cannot_be_started_is_ordered_again(world: World) -
     assert await world.ordered() == [1]
 
 
-async def test_events_have_the_end_and_the_rebuild_of_a_replica(world: World) -> None:
-    service = await world.runs()
-    await world.die(0)
-    await world.delivers(0)
-    lines = (await service.events(0)).lines
-    assert lines[0] == "student/0 is ejected: student/0: its process died"
-    assert lines[-1] == "student/0 is rebuilt"
-
-
 class TestTakingOver:
-    async def test_replicas_that_live_go_on_and_are_not_ordered(self, world: World) -> None:
-        await world.runs(newest=NEWEST)
-        assert await world.ordered() == []
-        assert (world.serving, world.queue.released) == (world.students, [])
-
-    async def test_a_replica_left_in_the_middle_of_a_sync_gets_the_newest_weights_and_goes_on(
+    async def test_replicas_that_live_get_the_newest_weights_and_go_on_also_from_within_a_sync(
         self, world: World
     ) -> None:
         world.students[1].paused = True
         await world.runs(newest=NEWEST)
+        assert await world.ordered() == []
+        assert (world.serving, world.queue.released) == (world.students, [])
         assert [student.version for student in world.students] == [7, 7]
         assert not any(student.paused for student in world.students)
 
@@ -229,13 +227,7 @@ class TestTakingOver:
         student = await world.delivers(0)
         assert student.version == 7
 
-    async def test_without_a_snapshot_no_weights_are_sent(self, world: World) -> None:
-        await world.runs()
-        assert [student.version for student in world.students] == [0, 0]
-
-    async def test_engines_that_were_left_asleep_wake_before_they_get_weights(
-        self, world: World
-    ) -> None:
+    async def test_engines_left_asleep_wake_before_they_get_weights(self, world: World) -> None:
         for student in world.students:
             student.asleep = True
         await world.runs("rollout", NEWEST)
@@ -280,12 +272,6 @@ class TestTakingOver:
         answer.cancel()
         world.tasks[0].cancel()
 
-    async def test_rebuilds_before_this_actor_are_counted(self, world: World) -> None:
-        service = await world.runs(rebuilds=2)
-        await world.die(0)
-        await world.delivers(0)
-        assert (await service.report()).gauges["rebuilds"] == 3
-
     async def test_supervision_ends_and_the_replicas_go_on(self, world: World) -> None:
         service = await world.runs()
         await service.shutdown()
@@ -294,36 +280,29 @@ class TestTakingOver:
 
 
 class TestShutdown:
-    @pytest.mark.parametrize("method", ["push", "connect"])
+    @pytest.mark.parametrize("method", ["push", "connect", "snapshot"])
     async def test_a_call_of_the_driver_ends_with_the_supervision_and_changes_no_replica(
         self, method: str
     ) -> None:
+        async def never(version: int, compare: bool = False) -> None:
+            await asyncio.Event().wait()
+
         student = FakeReplica("student/0", holds=("pause", "join"))
         world = World(student)
         service = await world.runs()
         await service.snapshot(8)
-        call = asyncio.create_task(getattr(service, method)())
-        await settle()
-        await service.shutdown()
-        assert call.done()
-        with pytest.raises(StageError, match="rollouter: a call was cancelled"):
-            await call
-        student.goes_on.set()
-        await settle()
-        assert student.version == 0
-
-    async def test_a_snapshot_that_was_not_answered_ends_too(self, world: World) -> None:
-        async def never(version: int, compare: bool = False) -> None:
-            await asyncio.Event().wait()
-
-        service = await world.runs()
-        world.sender.snapshot = never  # type: ignore[method-assign, assignment]
-        call = asyncio.create_task(service.snapshot(8))
+        if method == "snapshot":
+            world.sender.snapshot = never  # type: ignore[method-assign, assignment]
+        arguments = (9,) if method == "snapshot" else ()
+        call = asyncio.create_task(getattr(service, method)(*arguments))
         await settle()
         await service.shutdown()
         assert call.done()
         with pytest.raises(StageError, match="a call was cancelled"):
             await call
+        student.goes_on.set()
+        await settle()
+        assert student.version == 0
 
 
 class TestGpus:
@@ -333,16 +312,7 @@ class TestGpus:
         world.teachers.asleep.set()
         assert await world.ordered() == [0]
 
-    @pytest.mark.parametrize("host", ["", "train"])
-    async def test_no_turn_is_waited_for_where_no_teacher_has_the_students_gpus(
-        self, world: World, host: str
-    ) -> None:
-        await world.runs(host)
-        assert await world.die(0) == [0]
-
-    async def test_no_turn_begins_before_every_ordered_replica_has_joined(
-        self, world: World
-    ) -> None:
+    async def test_no_turn_begins_before_all_ordered_replicas_joined(self, world: World) -> None:
         world.teachers.asleep.set()
         service = await world.runs("rollout")
         assert await world.die() == [0, 1]
@@ -351,28 +321,25 @@ class TestGpus:
         await world.delivers(1)
         assert not service.gpus.locks["rollout"].locked()
 
-    @pytest.mark.parametrize("call", ["snapshot", "push"])
+    @pytest.mark.parametrize("call", ["snapshot", "push", "a new replica"])
     async def test_no_weights_are_copied_or_sent_while_a_teacher_is_awake_on_the_trainers_gpu(
         self, world: World, call: str
     ) -> None:
         service = await world.in_a_phase()
+        if call == "a new replica":
+            assert await world.die(0) == [0]
+            student = await world.delivers(0)
+            assert student.version == 0
+            service.gpus.locks["train"].release()
+            await settle()
+            assert student.version == 3
+            return
         again = asyncio.create_task(service.snapshot(4) if call == "snapshot" else service.push())
         await settle()
         assert not again.done()
         assert world.sender.events.count("send") + len(world.sender.compared) == 1
         service.gpus.locks["train"].release()
         await asyncio.wait_for(again, 5)
-
-    async def test_a_new_replica_gets_no_weights_while_a_teacher_is_awake_on_the_trainers_gpu(
-        self, world: World
-    ) -> None:
-        service = await world.in_a_phase()
-        assert await world.die(0) == [0]
-        student = await world.delivers(0)
-        assert student.version == 0
-        service.gpus.locks["train"].release()
-        await settle()
-        assert student.version == 3
 
     async def test_a_sync_that_waits_for_a_rebuild_does_not_keep_teachers_from_the_trainers_gpu(
         self, world: World
@@ -435,27 +402,22 @@ class TestTrainerOnTheStudentsGpus:
         await settle()
         return world.service, trainer
 
-    async def test_the_students_wake_when_the_trainer_is_built_and_offloaded(
-        self, world: World
+    @pytest.mark.parametrize("teacher", [False, True])
+    async def test_the_students_wake_when_the_trainer_and_teachers_on_their_gpus_sleep(
+        self, world: World, teacher: bool
     ) -> None:
         for student in world.students:
             student.asleep = True
-        service, trainer = await self.runs(world)
+        guest = {"model": "t", "placement": "colocated", "with": "rollout"}
+        service, trainer = await self.runs(world, {"t": guest} if teacher else None)
+        assert service.gpus.locks.keys() == {"rollout"}
         assert [student.asleep for student in world.students] == [True, True]
         trainer.asleep.set()
         await settle()
-        assert [student.asleep for student in world.students] == [False, False]
-        assert not service.gpus.locks["rollout"].locked()
-
-    async def test_they_wake_when_teachers_on_the_same_gpus_sleep_too(self, world: World) -> None:
-        guest = {"model": "t", "placement": "colocated", "with": "rollout"}
-        service, trainer = await self.runs(world, {"t": guest})
-        assert service.gpus.locks.keys() == {"rollout"}
-        trainer.asleep.set()
-        await settle()
-        assert service.gpus.locks["rollout"].locked()
+        assert service.gpus.locks["rollout"].locked() == teacher
         world.teachers.asleep.set()
         await settle()
+        assert [student.asleep for student in world.students] == [False, False]
         assert not service.gpus.locks["rollout"].locked()
 
     async def test_a_snapshot_is_taken_while_they_sleep_and_pushed_when_they_are_awake(
@@ -525,30 +487,21 @@ class TestTrainerOnTheStudentsGpus:
 
 
 class TestOrders:
-    async def test_an_order_that_was_seen_is_not_returned_again(self) -> None:
-        orders = Orders()
-        first = asyncio.create_task(orders.replica(0))
-        (order,) = await orders.after(0)
-        second = asyncio.create_task(orders.replica(1))
-        assert [found.index for found in await orders.after(order.number)] == [1]
-        for task in (first, second):
-            task.cancel()
-
-    async def test_orders_of_the_next_actor_are_returned_though_its_clock_is_behind(
+    async def test_orders_are_returned_once_also_those_of_the_next_actor_whose_clock_is_behind(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(time, "time_ns", iter(range(10**9, 0, -1)).__next__)
         seen = 0
         for _ in range(2):
             orders = Orders()
-            task = asyncio.create_task(orders.replica(0))
+            first = asyncio.create_task(orders.replica(0))
             (order,) = await asyncio.wait_for(orders.after(seen), 5)
             assert order.number != seen
             seen = order.number
-            task.cancel()
-
-    async def test_an_answer_that_nobody_waits_for_changes_nothing(self) -> None:
-        Orders().answer(1, EngineStartError("student/0", "late"))
+            second = asyncio.create_task(orders.replica(1))
+            assert [found.index for found in await orders.after(seen)] == [1]
+            for task in (first, second):
+                task.cancel()
 
     async def test_the_error_of_a_start_is_raised_where_it_was_ordered(self) -> None:
         orders = Orders()
@@ -557,3 +510,4 @@ class TestOrders:
         orders.answer(order.number, EngineStartError("student/0", "no memory"))
         with pytest.raises(EngineStartError, match="no memory"):
             await task
+        orders.answer(order.number, EngineStartError("student/0", "late"))  # nobody waits for it

@@ -59,16 +59,13 @@ class Ending:
         return move
 
 
-async def test_several_ranks_get_their_gpus_without_a_wait_for_responses() -> None:
-    made = Ending(ranks=2)
+@pytest.mark.parametrize("teacher", [False, True], ids=["alone", "with a teacher"])
+async def test_several_ranks_get_their_gpus_without_a_wait_for_responses(teacher: bool) -> None:
+    made = Ending(ranks=2, teacher=teacher)
     await asyncio.wait_for(made.stages.save_early("model"), 5)
-    assert made.calls[:4] == ["no supervision", "engines sleep", "onloads", "saves model"]
-
-
-async def test_teachers_on_these_gpus_sleep_before_the_trainer_gets_them() -> None:
-    made = Ending(ranks=2, teacher=True)
-    await asyncio.wait_for(made.stages.save_early("model"), 5)
-    assert made.calls[2:5] == ["teachers sleep", "onloads", "saves model"]
+    sleep = ["teachers sleep"] if teacher else []
+    expected = ["no supervision", "engines sleep", *sleep, "onloads", "saves model"]
+    assert made.calls[: len(expected)] == expected
 
 
 async def stage_is_dead(made: Ending, *of: Any) -> None:
@@ -112,7 +109,7 @@ async def test_the_student_is_saved_unless_the_trainer_has_no_turn_or_cannot_sav
 
 
 @pytest.mark.parametrize(("ranks", "colocated"), [(1, True), (2, False)])
-async def test_a_trainer_that_needs_no_turn_saves_beside_the_engines(
+async def test_a_trainer_without_turns_saves_beside_the_engines(
     ranks: int, colocated: bool
 ) -> None:
     made = Ending(ranks, colocated)

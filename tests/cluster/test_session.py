@@ -128,9 +128,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         return replace(found, said=said.read_text())
 
 
-def test_ray_writes_about_a_crash_into_the_run_directory_and_nothing_on_the_terminal(
-    seen: Seen,
-) -> None:
+def test_ray_writes_about_a_crash_into_the_run_directory_only(seen: Seen) -> None:
     assert seen.said == ""
     assert "A worker died or was killed" in seen.messages
 
@@ -142,9 +140,7 @@ def test_an_actor_and_its_children_import_nothing_from_the_working_directory(see
     assert seen.environment["PYTHONSAFEPATH"] == "1"
 
 
-def test_nobody_else_gets_to_where_ray_works_and_the_directory_goes_with_the_cluster(
-    seen: Seen,
-) -> None:
+def test_rays_directory_is_private_and_goes_with_the_cluster(seen: Seen) -> None:
     assert seen.ray.session.parent.name == "ray"
     assert seen.ray.mode == 0o700
     assert not seen.ray.session.parents[1].exists()

@@ -53,9 +53,7 @@ async def test_replicas_stop_and_the_scorer_ends_before_the_queue_and_all_are_bu
     ]
 
 
-async def test_no_rank_is_built_before_the_scorer_has_put_the_teachers_on_its_gpu_to_sleep() -> (
-    None
-):
+async def test_no_rank_is_built_before_the_teachers_on_its_gpu_sleep() -> None:
     events: list[str] = []
     made, asleep = singletons(events), asyncio.Event()
 
@@ -70,15 +68,6 @@ async def test_no_rank_is_built_before_the_scorer_has_put_the_teachers_on_its_gp
     asleep.set()
     await rebuilding
     assert "build trainer" in events
-
-
-async def test_replicas_stop_although_nobody_supervises_them() -> None:
-    events: list[str] = []
-    made = singletons(events)
-    rollouter: Any = made.rollouter
-    rollouter.built = False
-    await made.rebuild_all(DIED)
-    assert events[:2] == ["restart rollouter", "halt replicas"]
 
 
 async def test_handing_over_may_last_longer_than_one_colocated_teachers_sleep() -> None:
@@ -110,20 +99,7 @@ async def test_one_that_hangs_gets_another_process(hangs: str) -> None:
     assert f"build {hangs}" in events
 
 
-async def test_a_trainer_that_is_not_dead_but_stuck_gets_another_process() -> None:
-    events: list[str] = []
-    await singletons(events, built=True).rebuild_all(DIED)
-    assert events[0] == "restart trainer"
-
-
-async def test_too_many_deaths_of_the_trainer_are_its_error() -> None:
-    made = singletons([], tries=1)
-    await made.rebuild_all(DIED)
-    with pytest.raises(ProcessDied, match="its process died"):
-        await made.rebuild_all(DIED)
-
-
-async def test_every_rank_of_a_trainer_that_is_not_dead_gets_another_process() -> None:
+async def test_every_rank_of_a_trainer_that_is_not_dead_but_stuck_gets_another_process() -> None:
     events: list[str] = []
     made = singletons(events, built=True)
     trainer: Any = made.trainer
@@ -132,8 +108,21 @@ async def test_every_rank_of_a_trainer_that_is_not_dead_gets_another_process() -
         FakeProcess("trainer/2", events, hangs=True),
     )
     await made.rebuild_all(DIED)
+    assert events[0] == "restart trainer"
     restarted = {event for event in events if event.startswith("restart trainer")}
     assert restarted == {"restart trainer", "restart trainer/1", "restart trainer/2"}
+
+
+@pytest.mark.parametrize("name", ["queue", "rollouter"])
+async def test_a_stage_with_nothing_yet_gets_another_process_and_replicas_stop(name: str) -> None:
+    events: list[str] = []
+    made = singletons(events)
+    unbuilt: Any = getattr(made, name)
+    unbuilt.built = False
+    await made.rebuild_all(DIED)
+    assert f"restart {name}" in events
+    assert "halt replicas" in events[:2]
+    assert not {"close queue", "stop rollouter"} & set(events) & {f"close {name}", f"stop {name}"}
 
 
 @pytest.mark.parametrize("broken", ["queue", "scorer", "rollouter", "trainer"])
@@ -174,16 +163,6 @@ async def test_ranks_that_wait_for_one_that_died_get_other_processes() -> None:
     await made.rebuild_all(DIED)
     between = events[events.index("build trainer") + 1 :]
     assert between[:2] == ["restart trainer", "restart trainer/1"]
-
-
-async def test_a_stage_that_has_nothing_yet_gets_another_process_and_is_not_waited_for() -> None:
-    events: list[str] = []
-    made = singletons(events)
-    queue: Any = made.queue
-    queue.built = False
-    await made.rebuild_all(DIED)
-    assert "restart queue" in events
-    assert "close queue" not in events
 
 
 async def test_a_trainer_that_always_dies_at_the_same_step_comes_to_an_end() -> None:

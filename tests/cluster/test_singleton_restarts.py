@@ -59,9 +59,7 @@ async def world() -> AsyncIterator[World]:
     made.running.cancel()
 
 
-async def test_a_process_that_dies_is_built_again_and_its_content_is_issued_again(
-    world: World,
-) -> None:
+async def test_a_process_that_dies_is_built_and_its_content_issued_again(world: World) -> None:
     await world.dies()
     assert world.process.builds == 1
     assert world.lines == [
@@ -69,6 +67,15 @@ async def test_a_process_that_dies_is_built_again_and_its_content_is_issued_agai
         "queue is being rebuilt",
         "queue is rebuilt",
     ]
+
+
+async def test_too_many_restarts_end_it_for_good_with_its_error(world: World) -> None:
+    world.process.broken = 9
+    world.process.die()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(world.running, 5)
+    assert isinstance(first_cause(caught.value), StageError)
+    assert (world.process.builds, world.process.gone) == (2, True)
 
 
 async def test_one_that_hangs_is_ended_and_built_again(world: World) -> None:
@@ -81,15 +88,6 @@ async def test_a_build_that_fails_is_tried_again_in_another_process(world: World
     world.process.broken = 1
     await world.dies()
     assert world.built == (3, 2)
-
-
-async def test_too_many_restarts_end_it_for_good_with_its_error(world: World) -> None:
-    world.process.broken = 9
-    world.process.die()
-    with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(world.running, 5)
-    assert isinstance(first_cause(caught.value), StageError)
-    assert (world.process.builds, world.process.gone) == (2, True)
 
 
 async def test_a_process_that_died_while_nobody_watched_is_built_again() -> None:
@@ -112,43 +110,31 @@ async def test_restarts_count_over_all_pipelines_of_a_run() -> None:
         await asyncio.wait_for(world.running, 5)
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        ProcessRestarts("queue", "its process died during a state request: unavailable"),
-        StageError("queue", "the network between its machine and this one failed"),
-    ],
-)
-async def test_a_process_that_lives_after_a_failed_call_does_not_go_on_beside_its_successor(
-    world: World, failure: StageError
-) -> None:
-    queue = world.singles.members["queue"]
-    world.singles.members.fail(queue, queue.incarnation, failure)
-    await world.until_reissued()
-    assert world.built == (2, 1)
+FAILURES = [
+    ProcessRestarts("queue", "its process died during a state request: unavailable"),
+    StageError("queue", "the network between its machine and this one failed"),
+]
 
 
-@pytest.mark.parametrize("answers", [True, False])
-@pytest.mark.parametrize(
-    "failure",
-    [
-        ProcessRestarts("queue", "its process died during a state request: unavailable"),
-        StageError("queue", "the network between its machine and this one failed"),
-    ],
-)
-async def test_a_process_that_cannot_be_reached_is_replaced_also_if_it_answers_again(
-    world: World, failure: StageError, answers: bool
+@pytest.mark.parametrize("answers", ["always", "again", "never"])
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_a_process_that_cannot_be_reached_is_replaced_also_if_it_answers(
+    world: World, failure: StageError, answers: str
 ) -> None:
+    if answers == "always":  # only one call has failed
+        queue = world.singles.members["queue"]
+        world.singles.members.fail(queue, queue.incarnation, failure)
     asked, refused = world.process.is_built, 0
 
     async def unreachable(timeout_s: float) -> bool:
         nonlocal refused
-        if world.process.number == 1 and (refused < 3 or not answers):
+        if world.process.number == 1 and (refused < 3 or answers == "never"):
             refused += 1
             raise failure
         return bool(await asked(timeout_s))
 
-    world.process.is_built = unreachable
+    if answers != "always":
+        world.process.is_built = unreachable
     await world.until_reissued()
     assert world.built == (2, 1)
 

@@ -100,8 +100,6 @@ def said(networks: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", HOSTS)
-def test_ranks_on_two_machines_connect_where_their_names_resolve_to(
-    said: list[str], names: str
-) -> None:
+def test_ranks_of_two_machines_connect_where_names_resolve_to(said: list[str], names: str) -> None:
     for words in said:
         assert f"2 connected: {names}\n" in words, words

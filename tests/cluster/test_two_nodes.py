@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,10 @@ class Engine:
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
+ENGINE = Factory(f"{__name__}:Engine")
+NOTHING: Any = None
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Two nodes, each of which says that it has eight GPUs; the second has a setting of NCCL."""
@@ -84,20 +88,6 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_opd.cluster.actor_factory.beside", lambda config, pool: 0)
 
 
-@pytest.fixture
-async def factory(cluster: None) -> AsyncIterator[ActorFactory]:
-    """Starts processes in the bundles of ``config()``."""
-    engine = Factory(f"{__name__}:Engine")
-    bundles = await reserve(config(), print)
-    made = ActorFactory(config(), "cuda", (), Factories(engine, engine), print, bundles)
-    try:
-        yield made
-    finally:
-        for remote in made.started:
-            remote.kill()
-        await give_back(bundles)
-
-
 async def all_free() -> None:
     async with asyncio.timeout(BOUND_S):
         while [node.free for node in gpu_nodes()] != [8, 8]:  # noqa: ASYNC110
@@ -110,87 +100,91 @@ async def give_back(bundles: GpuBundles) -> None:
     await all_free()
 
 
-async def place(remote: Remote) -> ActorPlacement:
-    return await remote.place(BOUND_S)
-
-
-async def test_hosts_guests_and_ranks_get_the_gpus_of_their_bundles(factory: ActorFactory) -> None:
-    nothing: Any = None
-    student, *others = await asyncio.gather(
-        factory.student(0, nothing),
-        factory.create(actor_names.teacher("own", 0), gpus=2, bundle=("teachers.own", 0)),
-        *(
-            factory.create(actor_names.trainer(rank), gpus=1, bundle=("train", rank))
-            for rank in range(2)
-        ),
-    )
-    at = await place(student.remote)
-    teacher, *ranks = [await place(other) for other in others]
-    guest = factory.colocated["teachers.guest"][0].remote
-    assert [len(found.gpus) for found in (at, teacher, *ranks)] == [4, 2, 1, 1]
-    assert len({rank.node for rank in ranks}) == 1
-    taken = [(found.node, gpu) for found in (at, teacher, *ranks) for gpu in found.gpus]
-    assert len(set(taken)) == len(taken)
-    assert (await place(guest)).node == at.node
-    assert await guest.call("gpus") == await student.remote.call("gpus") == ",".join(at.gpus)
-    student.kill()
-    again = await factory.student(0, nothing, 1)
-    assert await place(again.remote) == at
-
-
-async def test_one_teacher_has_the_gpus_of_two_hosts_on_one_node(cluster: None) -> None:
-    given = config().model_dump(by_alias=True)
-    given["teachers"] = {
-        "guest": given["teachers"]["guest"] | {"replicas": 1, "tensor_parallel": 6}
-    }
-    given["rollout"] |= {"tensor_parallel": 3}
-    wide, nothing = RunConfig.model_validate(given), cast(Any, None)
-    engine, bundles = Factory(f"{__name__}:Engine"), await reserve(wide, print)
-    made = ActorFactory(wide, "cuda", (), Factories(engine, engine), print, bundles)
+@asynccontextmanager
+async def actors(
+    given: RunConfig, device: Device = "cuda", **factories: Factory
+) -> AsyncIterator[ActorFactory]:
+    """Starts processes in the bundles of a config within the block."""
+    bundles = await (reserve(given, print) if device == "cuda" else cpu_places(given))
+    made = ActorFactory(given, device, (), Factories(**factories), print, bundles)
     try:
-        students = await asyncio.gather(*(made.student(index, nothing) for index in range(2)))
-        places = [await place(student.remote) for student in students]
-        guest = made.colocated["teachers.guest"][0].remote
-        assert places[0].node == places[1].node == (await place(guest)).node
-        assert await guest.call("gpus") == ",".join((*places[0].gpus, *places[1].gpus))
+        yield made
     finally:
         for remote in made.started:
             remote.kill()
         await give_back(bundles)
 
 
-async def test_a_student_on_the_trainers_gpu_starts_before_it_and_gets_it_again(
-    cluster: None,
-) -> None:
+@asynccontextmanager
+async def others() -> AsyncIterator[None]:
+    """Others use the GPUs of a node within the block."""
+    group = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
+    await group.ready()
+    try:
+        yield
+    finally:
+        remove_placement_group(group)
+
+
+async def place(remote: Remote) -> ActorPlacement:
+    return await remote.place(BOUND_S)
+
+
+async def test_hosts_guests_and_ranks_get_the_gpus_of_their_bundles(cluster: None) -> None:
+    async with actors(config(), student=ENGINE, teacher=ENGINE) as factory:
+        student, *rest = await asyncio.gather(
+            factory.student(0, NOTHING),
+            factory.create(actor_names.teacher("own", 0), gpus=2, bundle=("teachers.own", 0)),
+            *(
+                factory.create(actor_names.trainer(rank), gpus=1, bundle=("train", rank))
+                for rank in range(2)
+            ),
+        )
+        at = await place(student.remote)
+        teacher, *ranks = [await place(other) for other in rest]
+        guest = factory.colocated["teachers.guest"][0].remote
+        assert [len(found.gpus) for found in (at, teacher, *ranks)] == [4, 2, 1, 1]
+        assert len({rank.node for rank in ranks}) == 1
+        taken = [(found.node, gpu) for found in (at, teacher, *ranks) for gpu in found.gpus]
+        assert len(set(taken)) == len(taken)
+        assert (await place(guest)).node == at.node
+        assert await guest.call("gpus") == await student.remote.call("gpus") == ",".join(at.gpus)
+        student.kill()
+        again = await factory.student(0, NOTHING, 1)
+        assert await place(again.remote) == at
+
+
+async def test_one_teacher_has_the_gpus_of_two_hosts_on_one_node(cluster: None) -> None:
+    given = config().model_dump(by_alias=True)
+    wide = given["teachers"]["guest"] | {"replicas": 1, "tensor_parallel": 6}
+    given["teachers"] = {"guest": wide}
+    given["rollout"] |= {"tensor_parallel": 3}
+    async with actors(RunConfig.model_validate(given), student=ENGINE, teacher=ENGINE) as made:
+        students = await asyncio.gather(*(made.student(index, NOTHING) for index in range(2)))
+        places = [await place(student.remote) for student in students]
+        guest = made.colocated["teachers.guest"][0].remote
+        assert places[0].node == places[1].node == (await place(guest)).node
+        assert await guest.call("gpus") == ",".join((*places[0].gpus, *places[1].gpus))
+
+
+async def test_a_student_on_the_trainers_gpu_starts_first_and_gets_it_again(cluster: None) -> None:
     given = config().model_dump(by_alias=True)
     given["teachers"] = {"own": given["teachers"]["own"]}
-    given["rollout"] |= {
-        "placement": "colocated",
-        "with": "train",
-        "replicas": 1,
-        "tensor_parallel": 1,
-    }
+    colocated = {"placement": "colocated", "with": "train"}
+    given["rollout"] |= {**colocated, "replicas": 1, "tensor_parallel": 1}
     given["train"] |= {"ranks": 1}
-    shared, nothing = RunConfig.model_validate(given), cast(Any, None)
-    engine, bundles = Factory(f"{__name__}:Engine"), await reserve(shared, print)
-    factories = Factories(student=engine, trainer=engine)
-    made = ActorFactory(shared, "cuda", (), factories, print, bundles)
-    try:
+    async with actors(RunConfig.model_validate(given), student=ENGINE, trainer=ENGINE) as made:
         trainer = await made.trainer(cast(Any, "queue"))
         at = await place(trainer.remote)
         student = made.colocated["rollout"][0]
         assert (await place(student.remote)).node == at.node
         assert await student.remote.call("gpus") == ",".join(at.gpus)
         student.kill()
-        again = await made.student(0, nothing, 1)
+        again = await made.student(0, NOTHING, 1)
         assert await again.remote.call("gpus") == ",".join(at.gpus)
         await trainer.end(30)
         await _built_again(trainer)
         assert await place(trainer.remote) == at
-    finally:
-        for remote in made.started:
-            remote.kill()
-        await give_back(bundles)
 
 
 async def _built_again(trainer: Any, tries: int = 3) -> None:
@@ -202,44 +196,29 @@ async def _built_again(trainer: Any, tries: int = 3) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-async def test_singletons_are_on_the_trainers_node_also_after_a_restart(
-    cluster: None, device: Device
-) -> None:
-    gpus = int(device == "cuda")
-    bundles = await (reserve(config(), print) if gpus else cpu_places(config()))
-    made = ActorFactory(config(), device, (), Factories(), print, bundles)
-    names = (actor_names.QUEUE, actor_names.SCORER, actor_names.ROLLOUTER)
-    singletons = [await made.create(name, restarts=True) for name in names]
-    trainer = await made.create(actor_names.trainer(0), gpus=gpus, bundle=("train", 0))
-    before = await asyncio.gather(*map(place, singletons))
-    for remote in singletons:
-        remote.restart()
-        build = partial(remote.build, f"{__name__}:Engine", (), BOUND_S)
-        await _built_again(SimpleNamespace(build=build))
-    after = await asyncio.gather(*map(place, singletons))
-    assert {found.node for found in (*before, *after)} == {(await place(trainer)).node}
-    assert not {found.process for found in before} & {found.process for found in after}
-    for remote in made.started:
-        remote.kill()
-    await give_back(bundles)
+async def test_singletons_are_on_the_trainers_node_for_good(cluster: None, device: Device) -> None:
+    async with actors(config(), device) as made:
+        names = (actor_names.QUEUE, actor_names.SCORER, actor_names.ROLLOUTER)
+        singletons = [await made.create(name, restarts=True) for name in names]
+        gpus = int(device == "cuda")
+        trainer = await made.create(actor_names.trainer(0), gpus=gpus, bundle=("train", 0))
+        before = await asyncio.gather(*map(place, singletons))
+        for remote in singletons:
+            remote.restart()
+            build = partial(remote.build, f"{__name__}:Engine", (), BOUND_S)
+            await _built_again(SimpleNamespace(build=build))
+        after = await asyncio.gather(*map(place, singletons))
+        assert {found.node for found in (*before, *after)} == {(await place(trainer)).node}
+        assert not {found.process for found in before} & {found.process for found in after}
 
 
 async def test_gpus_of_others_are_waited_for(cluster: None) -> None:
-    others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
-    await others.ready()
-    said = asyncio.Event()
-    words: list[str] = []
-
-    def notify(text: str) -> None:
-        words.append(text)
-        said.set()
-
-    waiting = asyncio.create_task(reserve(config(), notify))
-    await asyncio.wait_for(said.wait(), BOUND_S)
-    remove_placement_group(others)
-    bundles = await asyncio.wait_for(waiting, BOUND_S)
-    await give_back(bundles)
-    assert words[0].startswith("cluster: waiting for GPUs that others use")
+    words: asyncio.Queue[str] = asyncio.Queue()
+    async with others():
+        waiting = asyncio.create_task(reserve(config(), words.put_nowait))
+        first = await asyncio.wait_for(words.get(), BOUND_S)
+    await give_back(await asyncio.wait_for(waiting, BOUND_S))
+    assert first.startswith("cluster: waiting for GPUs that others use")
 
 
 async def test_of_two_runs_that_start_at_the_same_moment_each_gets_all_of_its_gpus_or_none(
@@ -270,8 +249,6 @@ async def test_of_two_runs_that_start_at_the_same_moment_each_gets_all_of_its_gp
 
 async def test_processes_on_cpus_are_spread_over_the_nodes(cluster: None) -> None:
     """Two of the student, one of the teacher that has no host, and two ranks."""
-    places = await cpu_places(config())
-    made = ActorFactory(config(), "cpu", (), Factories(), print, places)
     names = {
         ("rollout", 0): actor_names.student(0),
         ("rollout", 1): actor_names.student(1),
@@ -279,43 +256,32 @@ async def test_processes_on_cpus_are_spread_over_the_nodes(cluster: None) -> Non
         ("train", 0): actor_names.trainer(0),
         ("train", 1): actor_names.trainer(1),
     }
-    processes = [await made.create(name, bundle=bundle) for bundle, name in names.items()]
-    found = Counter([(await place(process)).node for process in processes])
-    assert sorted(found.values()) == [2, 3]
-    for remote in made.started:
-        remote.kill()
-    await give_back(places)
+    async with actors(config(), "cpu") as made:
+        processes = [await made.create(name, bundle=bundle) for bundle, name in names.items()]
+        found = Counter([(await place(process)).node for process in processes])
+        assert sorted(found.values()) == [2, 3]
 
 
 async def test_gpus_that_others_use_are_asked_for_where_machines_may_come(cluster: None) -> None:
     """As placement groups, for which an autoscaler starts machines."""
-    others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
-    await others.ready()
-    given = config()
-    given = changed(given, cluster={"wait_s": BOUND_S})
+    given = changed(config(), cluster={"wait_s": BOUND_S})
     asking = GpuBundles(run_name(given), tuple(units(pools(given))))
-    waiting = asyncio.create_task(reserve(given, print))
-    async with asyncio.timeout(BOUND_S):
-        while None not in asking.asked().values():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    remove_placement_group(others)
+    async with others():
+        waiting = asyncio.create_task(reserve(given, print))
+        async with asyncio.timeout(BOUND_S):
+            while None not in asking.asked().values():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
     await give_back(await asyncio.wait_for(waiting, BOUND_S))
 
 
 async def test_gpus_that_others_do_not_give_back_are_a_shortage(cluster: None) -> None:
-    others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
-    await others.ready()
-    try:
+    async with others():
         with pytest.raises(ConfigError, match=r"need 12 GPUs.*has 16, of which 8 are free"):
             await reserve(config(start_s=0.5), print)
-    finally:
-        remove_placement_group(others)
     await all_free()
 
 
-async def test_a_cluster_without_a_node_for_the_largest_engine_is_refused_at_once(
-    cluster: None,
-) -> None:
+async def test_a_cluster_without_a_node_for_the_largest_engine_is_refused(cluster: None) -> None:
     with pytest.raises(ConfigError) as refused:
         await reserve(config(rollout=9, ranks=1), pytest.fail)
     head, *rows = refused.value.problems[0].message.splitlines()
@@ -331,15 +297,6 @@ def on(run_dir: Path, model: str) -> RunConfig:
     for teacher in given["teachers"].values():
         teacher["model"] = model
     return RunConfig.model_validate(given)
-
-
-async def test_nodes_that_have_all_folders_and_agree_with_the_driver_are_accepted(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "MIN_SHM_MIB", 0)
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the second node gets this, too
-    await check_nodes(on(tmp_path, str(QUICKSTART)), "cuda")
-    assert os.listdir(tmp_path) == []
 
 
 async def test_all_that_is_wrong_with_nodes_is_found_before_an_engine_starts(
@@ -361,12 +318,14 @@ async def test_all_that_is_wrong_with_nodes_is_found_before_an_engine_starts(
     }
 
 
-async def test_a_node_that_joins_later_and_differs_gets_no_process(
+async def test_nodes_that_agree_are_accepted_and_a_later_one_that_differs_gets_no_process(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "MIN_SHM_MIB", 0)
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the second node gets this, too
     joined = on(tmp_path, str(QUICKSTART))
+    await check_nodes(joined, "cuda")
+    assert os.listdir(tmp_path) == []
     compared = await check_nodes(joined, "cpu")
     assert compared is not None
     (later,) = [
@@ -380,7 +339,4 @@ async def test_a_node_that_joins_later_and_differs_gets_no_process(
     with pytest.raises(EngineStartError, match="NCCL_CUMEM_ENABLE is 1 on the driver's node, 0"):
         await remote.build(f"{__name__}:Engine", (), BOUND_S)
     remote.kill()
-
-
-async def test_without_bundles_ray_chooses_the_node() -> None:
-    assert await GpuBundles().strategy("rollout", 0) is None
+    assert await GpuBundles().strategy("rollout", 0) is None  # without bundles Ray chooses

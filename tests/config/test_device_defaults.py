@@ -23,23 +23,15 @@ from async_opd.config.sections.plan import PlanConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.models.engine_args import Device, engine_kwargs, trainer_env
 from async_opd.tools.plan.inputs import setting_of
+from tests.checks.inputs import EXAMPLE, FEW
+from tests.world.config import run_config
 
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
 KEYS = ("max_num_seqs", "max_num_batched_tokens")
 
 
 def config(**changes: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "s"},
-            "teachers": {
-                "own": {"model": "t"},
-                "server": {"kind": "endpoint", "urls": ["http://a/v1"], "served_model": "m"},
-            },
-            "data": {"train": ["d.jsonl"]},
-        }
-        | changes
-    )
+    server = {"kind": "endpoint", "urls": ["http://a/v1"], "served_model": "m"}
+    return run_config(**{"teachers": {"own": {"model": "t"}, "server": server}} | changes)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", (64, 2048)), ("cuda", (256, 8192))])
@@ -115,7 +107,7 @@ def test_check_shows_what_auto_is_for_the_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    assert main(["check", EXAMPLE]) == 0
+    assert main(["check", str(EXAMPLE), *FEW]) == 0
     lines = {line.strip() for line in capsys.readouterr().out.splitlines()}
     shown = sorted(one for one in lines if one.startswith((*KEYS, "gradient_checkpointing")))
     assert shown == expected

@@ -53,26 +53,19 @@ def test_a_source_has_its_own_names_of_fields(tmp_path: Path) -> None:
     assert (row.data_source, row.prompt, row.answer) == ("gsm8k", "q", "1,000")
 
 
-def test_a_row_whose_answer_is_not_where_it_should_be_is_refused(tmp_path: Path) -> None:
-    path = lines(tmp_path / "rows.jsonl", {"prompt": "q", "data_source": "s", "answer": "4"})
+def test_a_missing_field_or_answer_is_refused_with_its_row_and_fields(tmp_path: Path) -> None:
+    path = lines(tmp_path / "rows.jsonl", VERL | {"answer": "4", "prompt": "q"})
     with pytest.raises(SourceError, match=r"'answer' has no ####") as caught:
         read(path, DataConfig(train=[], answer_in="####"))
     assert caught.value.row == 1
-
-
-def test_a_missing_nested_field_is_named_with_those_that_are_there(tmp_path: Path) -> None:
-    path = lines(tmp_path / "rows.jsonl", VERL)
     with pytest.raises(SourceError, match=r"no field 'extra_info.question'; it has 'data_source'"):
         read(path, prompt="extra_info.question")
 
 
-def test_a_teachers_template_reads_nested_fields() -> None:
+def test_nested_fields_are_read_by_their_path_and_names_with_dots_come_first() -> None:
     row = Row("0:0", "a", "x", None, VERL)
     assert filled("{extra_info.index}: {reward_model.ground_truth}", row) == "7: 4"
     assert filled("{prompt}", row) == CHAT
-
-
-def test_a_field_whose_own_name_has_dots_comes_first() -> None:
     assert value_at({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
 
 

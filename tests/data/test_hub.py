@@ -116,38 +116,38 @@ def run_config(*train: str) -> RunConfig:
         ("hf:org/set:main:test", {"config": "main", "split": "test"}),
     ],
 )
-def test_a_string_names_the_data_set_its_configuration_and_its_split(
-    text: str, keys: dict[str, Any]
-) -> None:
+def test_a_string_names_data_set_configuration_and_split(text: str, keys: dict[str, Any]) -> None:
     made = source(text)
     assert (made.id, {key: getattr(made, key) for key in keys}) == ("org/set", keys)
 
 
 @pytest.mark.parametrize(
-    ("parts", "expected"),
-    [(":main", "abcde"), (":main:test", "t"), (":other", "o")],
+    ("card", "parts", "expected"),
+    [
+        (True, ":main", "abcde"),
+        (True, ":main:test", "t"),
+        (True, ":other", "o"),
+        (False, ":main:train", "abcde"),
+        (False, ":main:test", "t"),
+        (False, ":test", "t"),
+        (False, ":other", "o"),
+    ],
 )
-def test_the_card_of_a_folder_says_which_files_have_the_rows(
-    folder: Path, parts: str, expected: str
+def test_the_card_of_a_folder_or_else_names_say_which_files_have_the_rows(
+    folder: Path, card: bool, parts: str, expected: str
 ) -> None:
-    made = source(f"hf:{folder}{parts}")
-    assert "".join(prompts(made)) == expected
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [(":main:train", "abcde"), (":main:test", "t"), (":test", "t"), (":other", "o")],
-)
-def test_without_a_card_names_of_folders_and_files_say_it(
-    folder: Path, parts: str, expected: str
-) -> None:
-    (folder / "README.md").unlink()
+    if not card:
+        (folder / "README.md").unlink()
     assert "".join(prompts(source(f"hf:{folder}{parts}"))) == expected
 
 
-def test_a_split_that_is_not_there_is_refused_with_the_files_that_are(folder: Path) -> None:
+def test_a_split_that_is_not_there_or_could_be_several_is_refused(folder: Path) -> None:
     with pytest.raises(SourceError, match=r"no files for this configuration .*main/test.jsonl"):
         prompts(source(f"hf:{folder}:main:validation"))
+    (folder / "README.md").unlink()
+    lines(folder / "train_on_x" / "other.jsonl", "x")
+    with pytest.raises(SourceError, match=r"several folders: name its own by `files:`"):
+        prompts(source(f"hf:{folder}"))
 
 
 @pytest.mark.parametrize("start", range(6))
@@ -171,6 +171,9 @@ def test_a_run_downloads_the_split_and_notes_commit_and_files(hub: Hub) -> None:
     main, plain = made.data.train
     assert (main.revision, plain.revision) == tuple(COMMITS.values())
     assert "".join(prompts(main) + prompts(plain)) == "abcdepq"
+    with pytest.raises(ConfigError) as caught:
+        fetched_data(run_config("hf:org/none", "hf:org/set:main:dev"), "c.yaml")
+    assert [problem.key for problem in caught.value.problems] == ["data.train[0]", "data.train[1]"]
     assert sorted({Path(name).name for name in hub.asked}) == [
         "0000.parquet", "README.md", "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl",
     ]  # fmt: skip
@@ -187,12 +190,6 @@ def test_a_streamed_data_set_is_downloaded_file_by_file(hub: Hub) -> None:
     assert "main/train-00001-of-00002.jsonl" in hub.asked
 
 
-def test_data_sets_that_cannot_be_had_are_refused_together(hub: Hub) -> None:
-    with pytest.raises(ConfigError) as caught:
-        fetched_data(run_config("hf:org/none", "hf:org/set:main:dev"), "c.yaml")
-    assert [problem.key for problem in caught.value.problems] == ["data.train[0]", "data.train[1]"]
-
-
 def test_check_downloads_nothing_and_reads_what_is_in_the_cache(hub: Hub) -> None:
     made = run_config("hf:org/set:main")
     before = preflight(made, "c.yaml", 0)
@@ -205,23 +202,24 @@ def test_check_downloads_nothing_and_reads_what_is_in_the_cache(hub: Hub) -> Non
     assert [len(rows) for rows in after.checked] == [5]
 
 
-def test_a_part_of_a_split_in_the_cache_is_none(hub: Hub) -> None:
-    fetched_data(run_config("hf:org/set:main"), "c.yaml")
-    made = source("hf:org/set:main").cached()
-    assert not made.absent
-    os.unlink(str(made._path("main/train-00001-of-00002.jsonl")))
-    assert source("hf:org/set:main").cached().absent
-
-
-def test_a_part_of_a_split_whose_names_have_no_numbers_of_files_is_none(
-    hub: Hub, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "whole", "removed"),
+    [
+        ("org/set:main", "abcde", "main/train-00001-of-00002.jsonl"),
+        ("org/plain", "pqr", "default/train/0001.parquet"),
+    ],
+    ids=["numbered files", "names without numbers of files"],
+)
+def test_a_part_of_a_split_in_the_cache_is_none(
+    hub: Hub, tmp_path: Path, name: str, whole: str, removed: str
 ) -> None:
     parquet(tmp_path / "converted" / "default" / "train" / "0001.parquet", "r")
-    fetched_data(run_config("hf:org/plain"), "c.yaml")
-    made = source("hf:org/plain").cached()
-    assert "".join(prompts(made)) == "pqr"
-    os.unlink(str(made._path("default/train/0001.parquet")))
-    assert source("hf:org/plain").cached().absent
+    fetched_data(run_config(f"hf:{name}"), "c.yaml")
+    made = source(f"hf:{name}").cached()
+    assert not made.absent
+    assert "".join(prompts(made)) == whole
+    os.unlink(str(made._path(removed)))
+    assert source(f"hf:{name}").cached().absent
 
 
 def test_files_that_another_program_downloaded_are_no_whole_split(hub: Hub) -> None:
@@ -241,13 +239,6 @@ def test_check_refuses_a_card_in_the_cache_whose_configs_are_no_sections(hub: Hu
     unclear, other = preflight(made, "c.yaml", 0).problems
     assert "README.md cannot be read (configs has str in the place of a section)" in unclear.message
     assert (unclear.key, other.key) == ("data.train[0]", "eval.grader")
-
-
-def test_a_split_that_names_of_several_folders_could_mean_is_refused(folder: Path) -> None:
-    (folder / "README.md").unlink()
-    lines(folder / "train_on_x" / "other.jsonl", "x")
-    with pytest.raises(SourceError, match=r"several folders: name its own by `files:`"):
-        prompts(source(f"hf:{folder}"))
 
 
 OFFLINE = """

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Media, Row
 from async_opd.data.prompts import filled, to_prompt
 from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.models.tokenizer import Text
 from tests.vision_models import SIZE, TOKENS, TURNS, tokenizer
+from tests.world.config import run_config
 
 PAD = TOKENS.index("<|image_pad|>")
 ONE, TWO = (Media(letter * 64, 10, 8, 8) for letter in "ab")
@@ -67,48 +67,58 @@ def test_a_placeholder_that_a_text_spells_stays_text(qwen: Text) -> None:
     assert qwen.encode("<|image_pad|>?").count(PAD) == 0
 
 
-def test_a_placeholder_without_an_image_is_refused_where_texts_are_parsed(tmp_path: Path) -> None:
-    parsing = Text(files(tmp_path, QWEN, image_token_id=PAD), special_tokens="parse")
-    with pytest.raises(ValueError, match=r"has 0 images, and '<\|image_pad\|>' 1 times"):
-        parsing.encode("<|image_pad|>?")
-
-
-def test_a_template_that_drops_images_is_refused(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
-    made = Text(files(tmp_path, template, image_token_id=PAD))
-    with pytest.raises(ValueError, match=r"has 1 images, and .* 0 times"):
-        made.encode(row(text("what?"), image(ONE)).prompt)
-
-
-def test_of_several_tokens_for_images_the_one_of_the_template_is_the_placeholder(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("template", "prompt", "said"),
+    [
+        (QWEN, "<|image_pad|>?", r"has 0 images, and '<\|image_pad\|>' 1 times"),
+        (
+            "{% for m in messages %}{{ m.content[0].text }}{% endfor %}",
+            row(text("what?"), image(ONE)).prompt,
+            r"has 1 images, and .* 0 times",
+        ),
+    ],
+    ids=["a placeholder without an image", "a template that drops images"],
+)
+def test_as_many_placeholders_as_images(
+    tmp_path: Path, template: str, prompt: Any, said: str
 ) -> None:
+    parsing = Text(files(tmp_path, template, image_token_id=PAD), special_tokens="parse")
+    with pytest.raises(ValueError, match=said):
+        parsing.encode(prompt)
+
+
+def test_of_several_image_tokens_that_of_the_template_is_the_placeholder(tmp_path: Path) -> None:
     other = TOKENS.index("<image>")
     folder = files(tmp_path, QWEN, image_token_index=other, boi_token_index=PAD)
     assert Text(folder).placeholder == PAD
 
 
-def test_a_template_of_parts_alone_shows_a_text_as_a_part(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text') %}"
-        "{{ p.text }}{% endfor %}{% endfor %}"
-    )
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        (
+            "{% for m in messages %}{% for p in m.content | selectattr('type', 'equalto', 'text')"
+            " %}{{ p.text }}{% endfor %}{% endfor %}",
+            "what?",
+        ),
+        (
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}"
+            "{% endfor %}",
+            row(text("wh"), text("at?")).prompt,
+        ),
+    ],
+    ids=["a template of parts alone", "a template of texts alone"],
+)
+def test_a_prompt_is_shown_as_its_template_reads(
+    tmp_path: Path, template: str, prompt: Any
+) -> None:
     made = Text(files(tmp_path, template, image_token_id=PAD))
-    assert made.decode(made.encode("what?")) == "what?"
-
-
-def test_a_template_of_texts_alone_shows_parts_as_one_text(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    made = Text(files(tmp_path, template))
-    assert made.decode(made.encode(row(text("wh"), text("at?")).prompt)) == "what?"
+    assert made.decode(made.encode(prompt)) == "what?"
 
 
 def prompt_of(made: Text, one: Row, template: str | None = None, **options: Any) -> Any:
     teacher = {"model": "m", "prompt_template": template}
-    config = {"student": {"model": "m"}, "teachers": {"t": teacher}, "data": {"train": "none"}}
-    readers = teacher_readers(RunConfig.model_validate(config), made)
+    readers = teacher_readers(run_config(teachers={"t": teacher}), made)
     return to_prompt(one, made.encode, lambda _: "t", readers=readers or None, **options)
 
 
@@ -124,11 +134,7 @@ def test_images_stay_where_they_are_in_a_teachers_longer_template(qwen: Text) ->
     parts = [text("Look. "), image(ONE), text("or"), image(TWO), text("? (no)")]
     assert filled("Look. {prompt} ({hint})", one) == [{"role": "user", "content": parts}]
     assert prompt.teacher_ids.tolist() == qwen.encode(row(*parts).prompt)
-
-
-def test_a_teachers_template_that_loses_images_makes_no_prompt(qwen: Text) -> None:
-    one = row(image(ONE), text("what?"), hint="no")
-    with pytest.raises(RolloutFault, match="shows 0 images, not the row's 1"):
+    with pytest.raises(RolloutFault, match="shows 0 images, not the row's 2"):
         prompt_of(qwen, one, "Answer {hint}")
 
 
@@ -138,11 +144,8 @@ def test_a_prompts_length_has_the_tokens_of_its_images(qwen: Text) -> None:
     assert prompt_of(qwen, one, limit=fits, sized=lambda _: 10).media == (ONE,)
     with pytest.raises(RolloutFault, match=f"has {fits} tokens, at most {fits - 1} fit"):
         prompt_of(qwen, one, limit=fits - 1, sized=lambda _: 10)
-
-
-def test_a_prompt_with_images_is_never_cut_off(qwen: Text) -> None:
-    with pytest.raises(RolloutFault, match="at most 3 fit"):
-        prompt_of(qwen, row(image(ONE), text("what?")), limit=3, sized=lambda _: 1, truncate=True)
+    with pytest.raises(RolloutFault, match="at most 3 fit"):  # never cut off
+        prompt_of(qwen, one, limit=3, sized=lambda _: 1, truncate=True)
 
 
 def test_an_unread_medium_is_refused(qwen: Text) -> None:

@@ -27,7 +27,6 @@ from async_opd.data.files import FileSource
 from async_opd.data.prompts import PromptStream, filled, to_prompt
 from async_opd.data.stored_rows import read_source
 from async_opd.data.streamed_rows import StreamedRows
-from async_opd.data.user import UserSource
 from async_opd.models.tokenizer import Text
 from tests.data.pictures import BLUE, RED, film, picture
 from tests.security.hostile_data import datasets_folder
@@ -60,29 +59,36 @@ def content(row: Row) -> Any:
     return message["content"]
 
 
-def test_an_image_is_a_reference_to_its_encoded_bytes() -> None:
-    row = row_of({"prompt": "<image>How many dots?", "images": [RED]})
-    assert row.images == (Media(sha256(RED), len(RED), 8, 4),)
-    assert row.encoded == {sha256(RED): RED}
-    assert content(row) == [image(RED), text("How many dots?")]
-
-
-def test_images_stand_where_their_placeholders_are_in_order() -> None:
-    row = row_of({"prompt": "First <image>, then <image>.", "images": [BLUE, RED]})
-    parts = [text("First "), image(BLUE), text(", then "), image(RED), text(".")]
+@pytest.mark.parametrize(
+    ("prompt", "images", "parts"),
+    [
+        ("<image>How many dots?", [RED], [image(RED), text("How many dots?")]),
+        (
+            "First <image>, then <image>.",
+            [BLUE, RED],
+            [text("First "), image(BLUE), text(", then "), image(RED), text(".")],
+        ),
+        ("<image><image>", [RED, RED], [image(RED), image(RED)]),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [text("Compare"), {"type": "image"}, {"type": "image"}],
+                }
+            ],
+            [RED, BLUE],
+            [text("Compare"), image(RED), image(BLUE)],
+        ),
+    ],
+    ids=["one", "between texts", "one that is shown twice", "parts of messages"],
+)
+def test_images_are_references_in_the_order_of_their_placeholders_to_bytes_kept_once(
+    prompt: Any, images: list[bytes], parts: list[Any]
+) -> None:
+    row = row_of({"prompt": prompt, "images": images})
     assert content(row) == parts
-
-
-def test_an_image_that_is_shown_twice_is_kept_once() -> None:
-    row = row_of({"prompt": "<image><image>", "images": [RED, RED]})
-    assert len(row.images) == 2
-    assert list(row.encoded) == [sha256(RED)]
-
-
-def test_parts_of_messages_take_the_images_of_the_field() -> None:
-    asked = [text("Compare"), {"type": "image"}, {"type": "image"}]
-    row = row_of({"prompt": [{"role": "user", "content": asked}], "images": [RED, BLUE]})
-    assert content(row) == [text("Compare"), image(RED), image(BLUE)]
+    assert row.images == tuple(Media(sha256(one), len(one), 8, 4) for one in images)
+    assert row.encoded == {sha256(one): one for one in images}
 
 
 @pytest.mark.parametrize(
@@ -108,11 +114,17 @@ def test_a_part_may_hold_its_own_image(tmp_path: Path, part: dict[str, Any]) -> 
     assert row.encoded == {sha256(RED): RED}
 
 
-def test_a_single_part_in_place_of_a_list_of_parts_is_read() -> None:
+def test_other_forms_of_prompts_are_read_and_text_is_left_as_it_is() -> None:
     row = row_of({"prompt": [{"role": "user", "content": {"type": "image", "image": RED}}]})
     assert content(row) == [image(RED)]
     with pytest.raises(ValueError, match="has 'video', and only text and images are read"):
         row_of({"prompt": [{"role": "user", "content": {"type": "video", "video": "a.mp4"}}]})
+    part = {"type": "text", "text": "2 + 2?", "image": None}  # parquet adds such keys
+    row = row_of({"prompt": [{"role": "user", "content": [part]}]})
+    assert content(row) == [text("2 + 2?")]
+    assert row_of({"prompt": "the tag <image>"}).prompt == "the tag <image>"
+    row = row_of({"prompt": "2 + 2?", "images": []})
+    assert (row.prompt, row.images) == ("2 + 2?", ())
 
 
 def test_images_come_before_the_first_users_text_without_a_placeholder() -> None:
@@ -134,18 +146,6 @@ def test_bytes_of_images_lie_neither_in_the_prompt_nor_in_the_fields() -> None:
     without = pickle.dumps((row.fields, row.prompt))
     assert RED not in without
     assert BLUE not in without
-
-
-def test_text_is_left_as_it_is_where_the_field_is_missing_or_empty() -> None:
-    assert row_of({"prompt": "the tag <image>"}).prompt == "the tag <image>"
-    row = row_of({"prompt": "2 + 2?", "images": []})
-    assert (row.prompt, row.images) == ("2 + 2?", ())
-
-
-def test_keys_without_a_value_that_parquet_adds_to_parts_are_dropped() -> None:
-    part = {"type": "text", "text": "2 + 2?", "image": None}
-    row = row_of({"prompt": [{"role": "user", "content": [part]}]})
-    assert content(row) == [text("2 + 2?")]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
@@ -198,14 +198,11 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
     assert row_of({**fields, "images": [picture(30, 20)]}, max_image_pixels=600).images
 
 
-def test_a_row_with_more_images_than_engines_take_is_refused() -> None:
-    fields = {"prompt": "<image><image>", "images": [RED, BLUE]}
-    with pytest.raises(ValueError, match=r"has 2 images, more than data\.max_images \(1\)"):
-        row_of(fields, max_images=1)
-    assert len(row_of(fields, max_images=2).images) == 2
-
-
 def test_placeholders_are_counted_before_each_becomes_a_part() -> None:
+    few = {"prompt": "<image><image>", "images": [RED, BLUE]}
+    with pytest.raises(ValueError, match=r"has 2 images, more than data\.max_images \(1\)"):
+        row_of(few, max_images=1)
+    assert len(row_of(few, max_images=2).images) == 2
     fields = {"prompt": "<image>" * 300_000, "images": []}
     tracemalloc.start()
     with pytest.raises(ValueError, match=r"has 300000 images, more than data\.max_images"):
@@ -235,17 +232,18 @@ def test_no_image_outside_of_the_folder_is_opened(tmp_path: Path, path: str) -> 
 
 @pytest.mark.parametrize(
     ("path", "said"),
-    [("none.png", "No such file"), ("", "not bytes"), ("a" * 300, "too long"), ("b\0", "null")],
+    [
+        ("none.png", "No such file"),
+        ("", "not bytes"),
+        ("a" * 300, "too long"),
+        ("b\0", "null"),
+        ("pipe", "not a regular file"),
+    ],
 )
 def test_a_path_without_a_file_is_refused(tmp_path: Path, path: str, said: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=said):
         row_of({"prompt": "<image>", "images": [path]}, tmp_path)
-
-
-def test_a_pipe_in_place_of_an_image_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="not a regular file"):
-        row_of({"prompt": "<image>", "images": ["pipe"]}, tmp_path)
 
 
 def read(path: Path, **source: Any) -> list[Row]:
@@ -270,13 +268,14 @@ def test_an_image_column_of_the_hub_is_read_from_parquet_beside_text(tmp_path: P
     assert hashes == [[sha256(BLUE)], [], [sha256(RED), sha256(BLUE)]]
     assert rows[1].prompt == "2 + 2?"
     assert rows[2].encoded == {sha256(RED): RED, sha256(BLUE): BLUE}
-
-
-def test_an_image_column_of_a_datasets_directory_may_name_files_in_it(tmp_path: Path) -> None:
-    table = columns({"bytes": None, "path": "blue.png"})
-    datasets_folder(tmp_path / "set", table, {})
+    named = columns({"bytes": None, "path": "blue.png"})  # a file in a datasets directory
+    datasets_folder(tmp_path / "set", named, {})
     (tmp_path / "set/blue.png").write_bytes(BLUE)
     assert read(tmp_path / "set")[0].encoded == {sha256(BLUE): BLUE}
+    parquet.write_table(columns({"bytes": RED[:45], "path": None}), tmp_path / "a.parquet")
+    with pytest.raises(SourceError, match="an image that cannot be read") as caught:
+        read(tmp_path / "a.parquet")
+    assert (caught.value.source, caught.value.row) == (str(tmp_path / "a.parquet"), 1)
 
 
 def test_paths_in_jsonl_are_relative_to_it_or_to_the_sources_folder(tmp_path: Path) -> None:
@@ -290,26 +289,7 @@ def test_paths_in_jsonl_are_relative_to_it_or_to_the_sources_folder(tmp_path: Pa
     assert read(file, images="image", image_folder=folder)[0].encoded == {sha256(BLUE): BLUE}
 
 
-def test_a_bad_image_is_named_with_its_file_and_row(tmp_path: Path) -> None:
-    parquet.write_table(columns({"bytes": RED[:45], "path": None}), tmp_path / "a.parquet")
-    with pytest.raises(SourceError, match="an image that cannot be read") as caught:
-        read(tmp_path / "a.parquet")
-    assert (caught.value.source, caught.value.row) == (str(tmp_path / "a.parquet"), 1)
-
-
-def shown() -> list[dict[str, Any]]:
-    """The rows of a user's function."""
-    return [{"prompt": "<image>", "data_source": "s", "images": RED}]
-
-
-def test_a_users_function_gives_encoded_bytes() -> None:
-    source = UserSource(kind="user", function=f"{__name__}:shown")
-    assert read_source(source, 0, DataConfig(train=[]))[0].encoded == {sha256(RED): RED}
-
-
-def test_without_pillow_an_image_needs_it_and_text_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_pillow_an_image_is_refused_and_text_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert row_of({"prompt": "2 + 2?", "images": []}).images == ()
     with pytest.raises(ImportError) as caught:
@@ -317,17 +297,12 @@ def test_without_pillow_an_image_needs_it_and_text_does_not(
     assert caught.value.name == "PIL"
 
 
-def test_a_prompt_has_references_to_its_images_and_a_graded_ones_row_has_no_bytes() -> None:
+def test_a_prompt_has_its_images_bytes_where_it_was_made_and_a_message_of_it_has_none() -> None:
     row = row_of({"prompt": "<image>?", "images": [RED]})
     prompt = to_prompt(row, lambda _: [1, 2], lambda _: "t", graded=True)
-    assert prompt.media == row.images
+    assert (prompt.media, prompt.encoded) == (row.images, {sha256(RED): RED})
     assert prompt.row is not None
     assert (prompt.row.images, prompt.row.encoded) == (row.images, {})
-
-
-def test_a_prompt_has_its_images_bytes_where_it_was_made_and_a_message_of_it_has_none() -> None:
-    prompt = to_prompt(row_of({"prompt": "<image>?", "images": [RED]}), lambda _: [1, 2], str)
-    assert prompt.encoded == {sha256(RED): RED}
     assert RED not in pickle.dumps(replace(prompt, teacher="other"), protocol=5)
     assert pickle.loads(pickle.dumps(prompt)).encoded == {}
 
@@ -341,9 +316,7 @@ def stream(path: Path, window: int) -> list[Prompt | DeadLetter]:
     return PromptStream([rows], [1], encode, lambda _: "t", seed=0, shuffle=False).next(3)
 
 
-def test_a_streamed_row_with_images_is_a_dead_letter_of_a_student_that_reads_none(
-    tmp_path: Path,
-) -> None:
+def test_a_streamed_row_with_images_is_a_dead_letter_of_a_text_student(tmp_path: Path) -> None:
     parquet.write_table(columns({"bytes": BLUE[:45], "path": None}), tmp_path / "a.parquet")
     broken, plain, pictured = stream(tmp_path / "a.parquet", 1)
     assert isinstance(plain, Prompt)

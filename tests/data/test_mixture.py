@@ -15,19 +15,16 @@ from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Prompt
 from async_opd.data.mixture import Mixture, Phase, phases_of, with_steps
 from async_opd.data.prompts import PromptStream
+from tests.world.config import run_config
 
 
 def config(*sources: dict[str, Any], **sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
-        "student": {"model": "student"},
-        "teachers": {"a": {"model": "a"}},
         "data": {"train": [{"path": "x.jsonl", **source} for source in sources]},
         "train": {"steps": 10, "batch_size": 8},
         "rollout": {"n": 2},
     }
-    for key, section in sections.items():
-        tree[key] = {**tree.get(key, {}), **section}
-    return RunConfig.model_validate(tree)
+    return run_config(**tree | {key: {**tree[key], **found} for key, found in sections.items()})
 
 
 @st.composite
@@ -41,9 +38,7 @@ def phases(draw: st.DrawFn) -> list[Phase]:
 
 
 @given(phases(), st.integers(1, 80))
-def test_in_each_phase_no_source_is_a_whole_prompt_ahead_of_its_share(
-    made: list[Phase], count: int
-) -> None:
+def test_in_no_phase_a_source_is_a_prompt_ahead_of_its_share(made: list[Phase], count: int) -> None:
     mixture = Mixture(made)
     sources = [mixture.advance()[0] for _ in range(count)]
     for (begin, weights), end in zip(made, [one[0] for one in made[1:]] + [count], strict=True):
@@ -73,14 +68,10 @@ def test_a_resumed_stream_goes_on_as_the_one_that_was_not_interrupted(
     made: list[Phase], before: int, after: int
 ) -> None:
     whole, resumed = stream(made, 0), stream(made, before)
-    assert uids(whole.next(before + after))[before:] == uids(resumed.next(after))
+    taken = uids(whole.next(before + after))
+    assert taken[before:] == uids(resumed.next(after))
     assert whole.cursor == resumed.cursor
-
-
-@given(phases(), st.integers(1, 60))
-def test_no_prompt_comes_twice(made: list[Phase], count: int) -> None:
-    found = uids(stream(made, 0).next(count))
-    assert len(set(found)) == count
+    assert len(set(taken)) == before + after  # no prompt comes twice
 
 
 @given(phases(), st.integers(0, 60))
@@ -103,24 +94,30 @@ def test_sources_begin_and_end_at_their_steps() -> None:
 @pytest.mark.parametrize(
     ("temperature", "weights"), [(None, [1.0, 2.0]), (1.0, [16.0, 8.0]), (2.0, [4.0, 4.0])]
 )
-def test_sizes_count_as_the_temperature_says(
-    temperature: float | None, weights: list[float]
-) -> None:
+def test_sizes_count_by_the_temperature(temperature: float | None, weights: list[float]) -> None:
     made = config({}, {"weight": 2.0}, data={"size_temperature": temperature})
     assert phases_of(made, [range(16), range(4)]) == [(0, weights)]
 
 
 @pytest.mark.parametrize(
-    ("sources", "words"),
+    ("sources", "sections", "words"),
     [
-        ([{"until_step": 4}, {"from_step": 6}], "no source has prompts at step 5 of 10"),
-        ([{"from_step": 2}], "no source has prompts at step 1 of 10"),
-        ([{"from_step": 4, "until_step": 3}], "until_step of at least from_step"),
+        ([{"until_step": 4}, {"from_step": 6}], {}, "no source has prompts at step 5 of 10"),
+        ([{"from_step": 2}], {}, "no source has prompts at step 1 of 10"),
+        ([{"from_step": 4, "until_step": 3}], {}, "until_step of at least from_step"),
+        (
+            [{}],
+            {"data": {"eval": [{"path": "y", "from_step": 2}]}},
+            "found from_step or until_step",
+        ),
+        ([{}], {"train": {"epochs": 1}}, "'steps' or 'epochs', not both"),
     ],
 )
-def test_steps_without_prompts_are_refused(sources: list[dict[str, Any]], words: str) -> None:
+def test_steps_without_prompts_and_other_contradictions_are_refused(
+    sources: list[dict[str, Any]], sections: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValidationError, match=words):
-        config(*sources)
+        config(*sources, **sections)
 
 
 @pytest.mark.parametrize("key", ["train", "eval"])
@@ -128,11 +125,6 @@ def test_steps_without_prompts_are_refused(sources: list[dict[str, Any]], words:
 def test_one_source_needs_no_list(key: str, source: str | dict[str, Any]) -> None:
     made, listed = (config({}, data={key: value}) for value in (source, [source]))
     assert getattr(made.data, key) == getattr(listed.data, key)
-
-
-def test_evaluations_have_no_steps() -> None:
-    with pytest.raises(ValidationError, match="found from_step or until_step"):
-        config({}, data={"train": "x.jsonl", "eval": [{"path": "y", "from_step": 2}]})
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1.0, 5), (2.0, 10), (0.5, 3), (1e-9, 1), (1.6, 8)])
@@ -149,8 +141,3 @@ def test_more_epochs_than_a_run_has_steps_are_refused() -> None:
     asked = made.model_copy(update={"train": made.train.model_copy(update={"epochs": 1e12})})
     with pytest.raises(ConfigError, match=r"train.epochs: found 1e\+12, which is \d+ steps"):
         with_steps(asked, [range(12)])
-
-
-def test_steps_and_epochs_together_are_refused() -> None:
-    with pytest.raises(ValidationError, match="'steps' or 'epochs', not both"):
-        config({}, train={"epochs": 1})

@@ -52,40 +52,28 @@ def stream(*prompts: str, limit: int | None = None) -> PromptStream:
         ("long", "row 0:1 has 4 tokens, at most 3 fit"),
     ],
 )
-def test_a_row_that_cannot_be_a_prompt_comes_as_lost_with_its_uid_and_the_reason(
-    prompt: str, reason: str
-) -> None:
-    _, lost, after = stream("abc", prompt, "x", limit=3).next(3)
+def test_a_row_that_cannot_be_a_prompt_is_lost_with_its_reason(prompt: str, reason: str) -> None:
+    made = stream("abc", prompt, "x", limit=3)
+    _, lost, after = made.next(3)
+    assert made.cursor == 3
     assert isinstance(lost, DeadLetter)
     assert (lost.header.uid, lost.header.teacher, lost.stage) == ("0:1#0", "a", "prompt")
     assert lost.reason == reason
     assert isinstance(after, Prompt)
 
 
-def test_the_cursor_counts_rows_that_could_not_be_prompts_too() -> None:
-    made = stream("bad", "x")
-    made.next(2)
-    assert made.cursor == 2
-
-
 ROW = Row("0:0", "a", "x", "42", {"prompt": "x", "answer": "42", "hint": [{"role": "user"}]})
 
 
-def test_a_template_is_filled_with_the_fields_of_the_row() -> None:
+def test_a_template_is_filled_with_the_fields_of_the_row_or_is_one_as_it_is() -> None:
     assert filled("{prompt} is {answer}", ROW) == "x is 42"
-
-
-def test_a_template_that_is_one_field_gives_it_as_it_is() -> None:
     assert filled("{hint}", ROW) == [{"role": "user"}]
-
-
-def test_a_field_that_the_row_does_not_have_is_named_with_those_it_has() -> None:
     with pytest.raises(ValueError, match="'solution', row 0:0 has prompt, answer, hint"):
         filled("{solution}", ROW)
 
 
 @pytest.mark.parametrize(("teacher", "seen"), [("a", [2]), ("b", None)])
-def test_only_a_teacher_with_a_template_reads_another_prompt(
+def test_only_teachers_with_templates_read_other_prompts(
     teacher: str, seen: list[int] | None
 ) -> None:
     def encode(text: object) -> list[int]:

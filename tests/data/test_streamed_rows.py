@@ -69,15 +69,18 @@ def test_every_row_comes_once_an_epoch(count: int, window: int, seed: int, shuff
 
 @examples(60)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 90), st.integers(0, 20))
-def test_a_stream_goes_on_exactly_where_its_cursor_was(
-    count: int, window: int, before: int, after: int
-) -> None:
+def test_a_stream_goes_on_at_its_cursor(count: int, window: int, before: int, after: int) -> None:
     whole = uids(stream(StreamedRows(Source(count).read, window)).next(before + after))
     resumed = stream(StreamedRows(Source(count).read, window), before)
     assert uids(resumed.next(after)) == whole[before:]
 
 
 def test_rows_are_shuffled_within_their_window_and_in_each_epoch_anew() -> None:
+    source = Source(40)
+    made = stream(StreamedRows(source.read, 20))
+    assert made.metrics == {}
+    made.next(1)
+    assert source.asked <= 40  # the windows that were needed
     taken = uids(stream(StreamedRows(Source(40).read, 20)).next(80))
     numbers = [int(uid[2:].partition("#")[0]) for uid in taken]
     assert max(numbers[:20]) < 20 <= min(numbers[20:40])
@@ -85,21 +88,14 @@ def test_rows_are_shuffled_within_their_window_and_in_each_epoch_anew() -> None:
     assert numbers[:20] != numbers[40:60]
 
 
-def test_no_more_rows_are_read_than_the_windows_that_were_needed() -> None:
+def test_no_more_rows_are_read_and_kept_than_the_windows_that_are_needed() -> None:
     source = Source(10**9)
-    stream(StreamedRows(source.read, 8)).next(17)
+    rows = StreamedRows(source.read, 8)
+    made = stream(rows)
+    made.next(17)
     assert source.asked == 24
-
-
-def test_few_windows_are_in_memory() -> None:
-    rows = StreamedRows(Source(10**9).read, 8)
-    stream(rows).next(1000)
+    made.next(1000)
     assert len(rows._windows) == KEPT
-
-
-def test_a_stream_without_rows_is_an_error() -> None:
-    with pytest.raises(SourceError, match="has no rows"):
-        stream(StreamedRows(Source(0).read, 8)).next(1)
 
 
 class Unreadable(Source):
@@ -123,6 +119,12 @@ def test_prompts_before_a_row_that_cannot_be_read_are_given_before_its_error() -
     assert made.cursor == 4
     source.failing = 20
     assert len({*uids(made.next(16))}) == 16
+    ahead = stream(StreamedRows(Unreadable(20).read, 4), cursor=8)
+    ahead.read_ahead()  # is no error yet
+    with pytest.raises(SourceError, match="Input/output error"):
+        ahead.next(1)
+    with pytest.raises(SourceError, match="has no rows"):
+        stream(StreamedRows(Source(0).read, 8)).next(1)
 
 
 @pytest.mark.parametrize("count", [10, 12])
@@ -167,13 +169,6 @@ def test_a_thread_reads_every_window_but_the_first_also_that_of_the_next_epoch()
     stream(StreamedRows(read, 8)).next(60)
     assert callers == [True] * 8 + [False] * (len(callers) - 8)
     assert len(callers) > 36
-
-
-def test_a_row_that_cannot_be_read_ahead_is_an_error_when_its_turn_comes() -> None:
-    made = stream(StreamedRows(Unreadable(20).read, 4), cursor=8)
-    made.read_ahead()
-    with pytest.raises(SourceError, match="Input/output error"):
-        made.next(1)
 
 
 def file(tmp_path: Path, *lines: str) -> StreamedRows:
@@ -236,23 +231,13 @@ def checked(tmp_path: Path, *lines: str, window: int = 2) -> Inputs:
 SORT, REVERSE = line("sort 1=", "sort"), line("reverse 1=", "reverse")
 
 
-def test_the_first_window_of_a_streamed_source_is_checked(tmp_path: Path) -> None:
-    found = checked(tmp_path, SORT, REVERSE, "{oops")
+def test_the_first_window_of_a_streamed_source_is_checked_and_only_that(tmp_path: Path) -> None:
+    found = checked(tmp_path, SORT, SORT, REVERSE, "{oops")  # reverse: a teacher's, and later
     assert found.problems == []
     assert [len(rows) for rows in found.checked] == [2]
     assert any("is streamed: its first 2 rows are checked" in note for note in found.notes)
-
-
-def test_a_fault_in_the_first_window_is_a_problem(tmp_path: Path) -> None:
     (problem,) = checked(tmp_path, SORT, "{oops").problems
     assert problem.where.endswith("rows.jsonl, row 2")
-
-
-def test_a_teacher_whose_prompts_come_later_in_the_stream_is_no_problem(tmp_path: Path) -> None:
-    assert checked(tmp_path, SORT, SORT, REVERSE).problems == []
-
-
-def test_a_streamed_source_without_rows_is_a_problem(tmp_path: Path) -> None:
     (problem,) = checked(tmp_path).problems
     assert problem.message == "has no rows"
 
@@ -304,10 +289,6 @@ def test_each_row_that_a_filtered_source_leaves_out_is_counted_once_also_after_a
     resumed = made(75)
     resumed.next(1)
     assert resumed.metrics == {"data/overlong_rows": 10.0}
-
-
-def test_a_stream_that_leaves_no_rows_out_has_no_count_of_them() -> None:
-    assert stream(StreamedRows(Source(4).read, 2)).metrics == {}
 
 
 def test_positions_in_a_filtered_source_are_found_without_looking_at_all_rows_again() -> None:

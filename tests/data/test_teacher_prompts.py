@@ -42,6 +42,9 @@ def test_a_teacher_without_settings_reads_what_the_student_reads(tmp_path: Path)
     made = config(student)
     assert teacher_readers(made, Text.of(made)) == {}
     assert seen(student) == dict.fromkeys(("student", "sort"), "<user>sort 21=<assistant>")
+    (tmp_path / "own.jinja").write_text("({{ messages[0].content }})")
+    read = seen(f"student.chat_template_file={tmp_path}/own.jinja")
+    assert read == dict.fromkeys(("student", "sort"), "(sort 21=)")
 
 
 def test_a_teacher_reads_its_own_template_and_scores_after_the_same_thought(tmp_path: Path) -> None:
@@ -51,19 +54,12 @@ def test_a_teacher_reads_its_own_template_and_scores_after_the_same_thought(tmp_
     )
     read = seen(student, teacher, "teachers.sort.own_template=true")
     assert read == {"student": "<user>sort 21=<assistant>", "sort": "[user]sort 21=<assistant>"}
-
-
-def test_a_prompt_template_is_filled_before_a_teachers_own_template(tmp_path: Path) -> None:
-    student = with_template(tmp_path, "student", TURNS + BEGIN)
-    teacher = with_template(tmp_path, "teacher-sort", "[{{ messages[0].content }}]" + BEGIN)
     filled = "teachers.sort.prompt_template='{prompt} {answer}'"
     read = seen(student, teacher, "teachers.sort.own_template=true", filled)
-    assert read["sort"] == "[sort 21= 12]<assistant>"
+    assert read["sort"] == "[user]sort 21= 12<assistant>"
 
 
-def test_variables_and_system_prompts_are_the_students_unless_a_teacher_has_its_own(
-    tmp_path: Path,
-) -> None:
+def test_variables_and_system_prompts_are_the_students_or_the_teachers(tmp_path: Path) -> None:
     student = with_template(tmp_path, "student", TURNS + "{{ hint }}")
     own = [student, "student.chat_template_kwargs={hint: A}", "student.system_prompt=be"]
     assert seen(*own)["sort"] == "<system>be<user>sort 21=A"
@@ -72,12 +68,6 @@ def test_variables_and_system_prompts_are_the_students_unless_a_teacher_has_its_
     assert seen(*own, other) == {
         "student": "<system>be<user>sort 21=A", "sort": "<system>be<user>sort 21=B",
     }  # fmt: skip
-
-
-def test_a_template_file_comes_in_place_of_the_models(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text("({{ messages[0].content }})")
-    read = seen(f"student.chat_template_file={tmp_path}/own.jinja")
-    assert read == dict.fromkeys(("student", "sort"), "(sort 21=)")
 
 
 def prompt(text: str) -> TeacherPrompt:
@@ -93,7 +83,7 @@ def prompt(text: str) -> TeacherPrompt:
         ("abx", "ab", Difference(2, "x", None, 0)),
     ],
 )
-def test_the_first_token_that_differs_is_shown(
+def test_the_first_difference_is_shown(
     student: str, teacher: str, difference: Difference | None
 ) -> None:
     assert first_difference(prompt(student), prompt(teacher)) == difference

@@ -78,7 +78,7 @@ def test_a_run_resumed_on_another_day_keeps_its_rows_and_renders_the_same_prompt
     assert prompts(other.inputs.checked) != kept  # without the run's date
 
 
-def test_the_teachers_templates_have_the_date_of_the_run(
+def test_teachers_templates_have_the_runs_date(
     dated: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = dated.student.chat_template_file
@@ -97,14 +97,9 @@ def test_the_teachers_templates_have_the_date_of_the_run(
     assert text.of_teacher(made, "sort").chat.render([]) == "111"
 
 
-def test_a_config_whose_templates_read_no_date_gets_none() -> None:
+def test_without_a_date_in_templates_or_earlier_versions_there_is_none(dated: RunConfig) -> None:
     made = config_of()
     assert template_date.with_template_date(made) is made
-
-
-def test_a_run_of_a_version_that_kept_no_date_is_resumed_without_one(
-    dated: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
     assert dated.run_dir is not None
     Path(dated.run_dir).mkdir()
     (Path(dated.run_dir) / "config.yaml").write_text(dump_config(dated))

@@ -12,9 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "vision"])
-def test_the_committed_files_are_those_that_were_measured_and_below_five_megabytes(
-    name: str,
-) -> None:
+def test_the_committed_files_are_the_measured_ones_below_five_megabytes(name: str) -> None:
     folder = EXAMPLES / name
     made = json.loads((folder / "models" / "MANIFEST.json").read_text(encoding="utf-8"))
     contents = {file: (folder / file).read_bytes() for file in made["sha256"]}

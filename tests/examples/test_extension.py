@@ -87,9 +87,7 @@ def test_its_loss_trains_a_student(said: dict[str, Any]) -> None:
     assert 0 < said["losses"][-1] < said["losses"][0] <= 4
 
 
-def test_an_unknown_name_and_an_unknown_option_are_refused_with_their_cause(
-    said: dict[str, Any],
-) -> None:
+def test_an_unknown_name_and_option_are_refused_with_their_cause(said: dict[str, Any]) -> None:
     unknown, option = said["refused"]
     assert "an entry point 'hellinge'" in unknown
     assert "installed: hellinger" in unknown

@@ -54,12 +54,8 @@ def as_adapter(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Running(directory, *options, example=EXAMPLE).end()
 
 
-def test_a_run_completes_whose_engines_take_adapters(as_adapter: Run) -> None:
-    assert as_adapter.code == 0, as_adapter.output
-    assert as_adapter.summary["status"] == "completed"
-
-
 def test_engines_answer_with_the_adapter_of_the_last_version(as_adapter: Run) -> None:
+    assert as_adapter.ended(0, "completed"), as_adapter.output
     assert as_adapter.summary["train/version"] == 4
     versions = [as_adapter.summary[f"eval/{age}_version"] for age in ("oldest", "newest")]
     assert versions == [4, 4]

@@ -20,7 +20,7 @@ grades = st.lists(
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(
+def test_pass_at_k_is_the_share_of_correct_subsets(
     correct: list[bool], data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, len(correct)))
@@ -30,14 +30,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(
 
 @pytest.mark.parametrize(
     ("n", "correct", "k", "found"),
-    [(8, 0, 4, 0.0), (8, 8, 1, 1.0), (8, 3, 1, 3 / 8), (8, 5, 4, 1.0), (8, 1, 8, 1.0)],
+    [
+        (8, 0, 4, 0.0),
+        (8, 8, 1, 1.0),
+        (8, 3, 1, 3 / 8),
+        (8, 5, 4, 1.0),
+        (8, 1, 8, 1.0),
+        (2000, 1, 1000, 0.5),  # not rounded to one
+    ],
 )
 def test_pass_at_k_in_its_limits(n: int, correct: int, k: int, found: float) -> None:
     assert pass_at_k(n, correct, k) == found
-
-
-def test_pass_at_k_of_many_answers_is_not_rounded_to_one() -> None:
-    assert 1 - pass_at_k(2000, 1, 1000) == 0.5
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
@@ -76,33 +79,42 @@ def test_all_metrics_have_known_names_and_lie_between_0_and_1(prompts: list[list
     assert all(0 <= value <= 1 for value in found.values())
 
 
-def test_one_prompt_has_no_standard_error() -> None:
-    found = measures([[Grade(1.0)]], 1, 1.0)
-    assert found == {"accuracy": 1.0, "mean@1": 1.0, "pass@1": 1.0}
+RIGHT, WRONG = Grade(1.0), Grade(0.0)
 
 
-def test_a_prompt_with_too_few_graded_answers_is_in_no_pass_at_k() -> None:
-    found = measures([[Grade(1.0), Grade(0.0)], [Grade(0.0)]], 2, 1.0)
-    assert (found["pass@1"], found["pass@2"]) == (0.25, 1.0)
-
-
-def test_an_answer_is_correct_from_a_score_on() -> None:
-    prompts = [[Grade(0.5), Grade(0.0)]]
-    assert measures(prompts, 2, 0.5)["pass@2"] == 1.0
-    assert measures(prompts, 2, 0.6)["pass@2"] == 0.0
-
-
-def test_a_majority_needs_several_answers_and_a_grader_that_extracts_them() -> None:
-    assert "maj@1" not in measures([[Grade(1.0, "3")]], 1, 1.0)
-    assert "maj@2" not in measures([[Grade(1.0), Grade(0.0)]], 2, 1.0)
-    assert measures([[Grade(1.0, "3"), Grade(1.0, "3"), Grade(0.0, "4")]], 3, 1.0)["maj@3"] == 1
+@pytest.mark.parametrize(
+    ("prompts", "correct_from", "found"),
+    [
+        ([[RIGHT]], 1.0, {"accuracy": 1.0, "mean@1": 1.0, "pass@1": 1.0, "mean@1_stderr": None}),
+        ([[RIGHT, WRONG], [WRONG]], 1.0, {"pass@1": 0.25, "pass@2": 1.0}),
+        ([[Grade(0.5), WRONG]], 0.5, {"pass@2": 1.0}),
+        ([[Grade(0.5), WRONG]], 0.6, {"pass@2": 0.0}),
+        ([[Grade(1.0, "3")]], 1.0, {"maj@1": None}),
+        ([[RIGHT, WRONG]], 1.0, {"maj@2": None}),
+        ([[Grade(1.0, "3"), Grade(1.0, "3"), Grade(0.0, "4")]], 1.0, {"maj@3": 1}),
+        (
+            [[Grade(1.0, "3"), WRONG, WRONG, WRONG], *[[WRONG] * 4] * 3],
+            1.0,
+            {"maj@4": 0.25, "maj@4_stderr": 0.25},
+        ),
+    ],
+    ids=[
+        "one prompt has no standard error",
+        "too few graded answers are in no pass@k",
+        "correct from a score on",
+        "not correct below it",
+        "a majority needs several answers",
+        "and a grader that extracts them",
+        "the majority",
+        "prompts without a vote are wrong where the grader extracts answers",
+    ],
+)
+def test_measures_in_their_limits(
+    prompts: list[list[Grade]], correct_from: float, found: dict[str, float | None]
+) -> None:
+    measured = measures(prompts, max(map(len, prompts)), correct_from)
+    assert {key: measured.get(key) for key in found} == found
 
 
 def test_pass_at_k_is_given_for_powers_of_two_and_for_all_answers() -> None:
     assert [drawn(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-
-
-def test_prompts_without_a_vote_are_wrong_where_the_grader_extracts_answers() -> None:
-    none = [Grade(0.0)] * 4
-    found = measures([[Grade(1.0, "3"), *none[1:]], none, none, none], 4, 1.0)
-    assert (found["maj@4"], found["maj@4_stderr"]) == (0.25, 0.25)

@@ -69,13 +69,11 @@ def test_a_line_names_the_images_of_its_prompt_whose_thumbnails_are_written(tmp_
     ]
     assert "images" not in second
     assert [path.stem for path in (tmp_path / MEDIA).iterdir()] == [media(RED).sha256]
-
-
-def test_an_answer_that_is_left_out_has_no_thumbnail(tmp_path: Path) -> None:
-    kept = Thumbnails(tmp_path / MEDIA, 1 << 20)
-    own = replace(files(tmp_path, 40), thumbnails=kept, encoded={media(RED).sha256: RED})
-    assert own.write("step_4", EvaluationResult({}, (with_image(RED),))) == 1
-    assert not (tmp_path / MEDIA).exists()
+    small = replace(own, folder=tmp_path / "small" / EVALS, most=40)
+    assert small.write("step_4", EvaluationResult({}, (with_image(BLUE),))) == 1
+    assert len(list((tmp_path / MEDIA).iterdir())) == 1  # what is left out has no thumbnail
+    assert replace(small, folder=tmp_path / "none", most=0).write("step_4", result()) == 0
+    assert not (tmp_path / "none").exists()  # without room for answers there is no file
 
 
 def test_an_answer_that_could_not_be_graded_has_the_reason(tmp_path: Path) -> None:
@@ -103,9 +101,7 @@ def test_a_bounded_file_has_equally_many_answers_of_each_data_source(tmp_path: P
     assert path.stat().st_size <= 800
 
 
-def test_an_answer_that_does_not_fit_is_left_out_and_counted_and_others_are_written(
-    tmp_path: Path,
-) -> None:
+def test_an_answer_that_does_not_fit_is_counted_and_others_are_written(tmp_path: Path) -> None:
     long = Answer(make_rollout("long/0", "t", tokens=400), Grade(1.0))
     both = (long, *result(("p/0", "q/0")).answers)
     assert files(tmp_path, 800).write("step_4", EvaluationResult({}, both)) == 1
@@ -133,16 +129,8 @@ def test_the_oldest_files_make_room_for_the_newest_one(tmp_path: Path) -> None:
         files(tmp_path, in_all=3 * size).write(f"step_{step}", result())
     left = {path.stem for path in (tmp_path / EVALS).iterdir()}
     assert left == {"teachers", "step_10", "step_12"}
-
-
-def test_the_newest_file_stays_whatever_the_bound_of_all_is(tmp_path: Path) -> None:
-    files(tmp_path, in_all=1).write("step_4", result())
-    assert len(lines(tmp_path / EVALS / "step_4.jsonl")) == 1
-
-
-def test_without_room_for_answers_there_is_no_file(tmp_path: Path) -> None:
-    files(tmp_path, 0).write("step_4", result())
-    assert not (tmp_path / EVALS).exists()
+    files(tmp_path, in_all=1).write("step_14", result())
+    assert (tmp_path / EVALS / "step_14.jsonl").exists()  # the newest one stays
 
 
 def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path) -> None:

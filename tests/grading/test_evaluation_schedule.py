@@ -12,24 +12,15 @@ from hypothesis import strategies as st
 
 from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
-from async_opd.config.run_config import RunConfig
 from async_opd.grading.evaluation_runs import Evaluations
+from tests.world.config import run_config
 
 
 def evaluations(
     steps: int = 20, k: int = 3, logged: int = -1, log: Any = None, **period: int
 ) -> Evaluations:
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": "s"},
-            "teachers": {"t": {"model": "t"}},
-            "data": {"train": "prompts.jsonl"},
-            "train": {"steps": steps},
-            "async": {"sync_steps": k},
-            "eval": period or {"every": 2},
-        }
-    )
-    return Evaluations(config, log, logged)
+    sections = {"train": {"steps": steps}, "async": {"sync_steps": k}}
+    return Evaluations(run_config(**sections, eval=period or {"every": 2}), log, logged)
 
 
 def cut(step: int, k: int = 3) -> Cut:

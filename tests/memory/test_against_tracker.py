@@ -49,9 +49,7 @@ def off(found: dict[str, float]) -> dict[str, float]:
     ],
     ids=["kept", "8 ranks", "a tied head that is most of the student"],
 )
-def test_every_term_of_a_step_is_within_a_tenth(
-    config: Any, settings: TrainConfig, ragged: bool
-) -> None:
+def test_every_term_is_within_a_tenth(config: Any, settings: TrainConfig, ragged: bool) -> None:
     with fake_ranks(settings.ranks) as mesh:
         assert off(ratios(Case("test", config, settings, 1024, 256, ragged), mesh)) == {}
 
@@ -69,7 +67,7 @@ def test_every_term_of_a_step_is_within_a_tenth(
 def test_so_it_is_for_other_families_and_kinds_of_recomputation(
     config: Any, settings: TrainConfig, ragged: bool
 ) -> None:
-    test_every_term_of_a_step_is_within_a_tenth(config, settings, ragged)
+    test_every_term_is_within_a_tenth(config, settings, ragged)
 
 
 @pytest.mark.slow

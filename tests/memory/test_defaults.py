@@ -15,6 +15,7 @@ from async_opd.memory.defaults import NEAR_FULL, with_lengths, with_recomputatio
 from async_opd.memory.pools import GIB, Machine, cached_numbers, step_of
 from async_opd.memory.step import peak
 from async_opd.models.model_size import ModelSize
+from tests.world.config import run_config
 
 SIZES = {
     "1.7": ModelSize(1_720_000_000, 0, 2048, 6144, 28, 151_936, 151_936, 2048, 1024, 16),
@@ -24,15 +25,13 @@ WITHIN = {"max_prompt_tokens": 500}
 
 
 def config(model: str, data: Any = None, **sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": model},
-            "teachers": {"a": {"model": model}},
-            "data": {"train": "prompts.jsonl", **(data or {})},
-            "rollout": {"max_tokens": 100},
-            **sections,
-        }
-    )
+    smallest = {
+        "student": {"model": model},
+        "teachers": {"a": {"model": model}},
+        "data": {"train": "prompts.jsonl", **(data or {})},
+        "rollout": {"max_tokens": 100},
+    }
+    return run_config(**{**smallest, **sections})
 
 
 def model(folder: Path, **settings: Any) -> str:
@@ -46,40 +45,39 @@ def lengths(made: RunConfig) -> list[int | None]:
     return [made.rollout.engine.max_model_len, teacher.engine.max_model_len]
 
 
-def test_engines_hold_prompt_longest_response_and_one_token(tmp_path: Path) -> None:
-    made = config(model(tmp_path), WITHIN, eval={"max_tokens": 200})
-    assert lengths(with_lengths(made)) == [701, 701]
-
-
-def test_without_a_bound_of_prompts_models_keep_their_limit(tmp_path: Path) -> None:
-    assert lengths(with_lengths(config(model(tmp_path)))) == [None, None]
-
-
-def test_a_length_that_is_configured_stays(tmp_path: Path) -> None:
-    rollout = {"max_tokens": 100, "engine": {"max_model_len": 650}}
-    made = config(model(tmp_path), WITHIN, rollout=rollout)
-    assert lengths(with_lengths(made)) == [650, 601]
-
-
-def test_no_length_is_beyond_the_models_positions(tmp_path: Path) -> None:
-    made = config(model(tmp_path, max_position_embeddings=601), WITHIN)
-    assert lengths(with_lengths(made)) == [None, None]
-
-
-def test_a_model_whose_positions_depend_on_the_length_keeps_its_limit(tmp_path: Path) -> None:
-    scaled = {"rope_type": "longrope", "original_max_position_embeddings": 2048}
-    made = config(model(tmp_path, rope_scaling=scaled), WITHIN)
-    assert lengths(with_lengths(made)) == [None, None]
+LONGROPE = {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}
+SHORTER = {"rollout": {"max_tokens": 100, "engine": {"max_model_len": 650}}}
 
 
 @pytest.mark.parametrize(
-    "own",
-    [{"own_template": True}, {"system_prompt": "be brief"}, {"prompt_template": "Q: {prompt}"}],
+    ("settings", "data", "sections", "teacher", "found"),
+    [
+        ({}, WITHIN, {"eval": {"max_tokens": 200}}, {}, [701, 701]),
+        ({}, {}, {}, {}, [None, None]),
+        ({}, WITHIN, SHORTER, {}, [650, 601]),
+        ({"max_position_embeddings": 601}, WITHIN, {}, {}, [None, None]),
+        (LONGROPE, WITHIN, {}, {}, [None, None]),
+        ({}, WITHIN, {}, {"own_template": True}, [601, None]),
+        ({}, WITHIN, {}, {"system_prompt": "be brief"}, [601, None]),
+        ({}, WITHIN, {}, {"prompt_template": "Q: {prompt}"}, [601, None]),
+    ],
+    ids=[
+        "prompt, longest response and one token",
+        "no bound of prompts",
+        "a configured length stays",
+        "not beyond the model's positions",
+        "positions that depend on the length",
+        "a teacher with another template",
+        "a teacher with a system prompt",
+        "a teacher with a prompt template",
+    ],
 )
-def test_a_teacher_with_prompts_of_its_own_keeps_its_limit(tmp_path: Path, own: Any) -> None:
-    path = model(tmp_path)
-    made = config(path, WITHIN, teachers={"a": {"model": path, **own}})
-    assert lengths(with_lengths(made)) == [601, None]
+def test_engines_hold_the_tokens_that_their_prompts_and_responses_may_have(
+    tmp_path: Path, settings: Any, data: Any, sections: Any, teacher: Any, found: list[int | None]
+) -> None:
+    path = model(tmp_path, **settings)
+    made = config(path, data, teachers={"a": {"model": path, **teacher}}, **sections)
+    assert lengths(with_lengths(made)) == found
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from async_opd.memory.pools import (
 )
 from async_opd.models.model_size import ModelSize, power_of_two
 from tests.checks.inputs import MODELS
+from tests.world.config import run_config
 from trainer.saving.state import BUFFER_BYTES
 
 BILLION = 1_000_000_000
@@ -40,14 +41,8 @@ ON_GPUS = Machine("cuda", 80 << 30, SIZES.__getitem__)
 
 
 def config(student: str = "dense", **sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": student},
-            "teachers": {"a": {"model": "dense"}},
-            "data": {"train": "prompts.jsonl"},
-            **sections,
-        }
-    )
+    smallest = {"student": {"model": student}, "teachers": {"a": {"model": "dense"}}}
+    return run_config(**{**smallest, **sections})
 
 
 def of(pool: str, made: RunConfig) -> int:
@@ -90,12 +85,14 @@ def test_the_plan_bounds_the_memory_that_copies_for_a_checkpoint_pin(
         ({"ranks": 4, "context_parallel": 2}, 2),
     ],
 )
-def test_a_rank_has_a_communicator_for_each_kind_of_group_of_ranks(
-    train: dict[str, Any], count: int
-) -> None:
+def test_a_rank_has_a_communicator_a_kind_of_group(train: dict[str, Any], count: int) -> None:
     over_gloo = {"sync": {"backend": "gloo"}, "train": train}
     assert of("train", config(**over_gloo)) == count
-    assert of("train", config(train=train)) == count + 1  # that of weight syncs
+    plain = config(train=train)
+    assert of("train", plain) == count + 1  # that of weight syncs
+    assert memory_of(plain, "train", ON_GPUS).gpu["NCCL communicators"] == (
+        COMMUNICATOR * (count + 1)
+    )
 
 
 def test_rank_0_has_a_communicator_for_each_group_of_a_weight_sync() -> None:
@@ -117,11 +114,6 @@ def test_engines_on_the_trainers_gpus_have_none_of_weight_syncs() -> None:
     assert [of(pool, made) for pool in ("train", "rollout")] == [0, 0]
 
 
-def test_each_communicator_is_planned() -> None:
-    terms = memory_of(config(train={"ranks": 4}), "train", ON_GPUS).gpu
-    assert terms["NCCL communicators"] == 2 * COMMUNICATOR
-
-
 # ── loads of weights ───────────────────────────────────────────────────────────────────────────
 
 
@@ -139,11 +131,8 @@ def test_a_load_is_planned_of_the_students_engines_and_of_teachers_that_follow_i
     assert load("rollout", made) == load("eval", made) == reload_bytes(SIZE, 2, 1, CHUNK)
     assert load("teachers.now", made) == reload_bytes(SIZE, 2, 1, None)
     assert load("teachers.a", made) == load("teachers.then", made) == 0
-
-
-def test_weights_through_host_memory_take_less_of_a_gpu() -> None:
-    made = config(sync={"backend": "gloo"})
-    assert load("rollout", made) == reload_bytes(SIZE, 2, 1, None)
+    over_gloo = config(sync={"backend": "gloo"})
+    assert load("rollout", over_gloo) == reload_bytes(SIZE, 2, 1, None)
 
 
 # ── host memory that torch pins ────────────────────────────────────────────────────────────────
@@ -174,12 +163,12 @@ def test_what_is_offloaded_takes_what_torch_pins_for_it() -> None:
     everything = of_train(train={"offload": "parameters"}).host
     assert everything["parameters"] == everything["gradients"] == int(plain * factor)
     assert everything["moments"] == 2 * plain  # stay where they are: not pinned
-
-
-def test_between_two_steps_there_are_no_gradients_to_offload() -> None:
-    host = of_train(rollout={"placement": "colocated", "with": "train"}).host
-    assert {"parameters", "moments"} <= host.keys()
-    assert "gradients" not in host
+    colocated: dict[str, Any] = {"rollout": {"placement": "colocated", "with": "train"}}
+    between = of_train(**colocated).host  # two steps: there are no gradients
+    assert {"parameters", "moments"} <= between.keys()
+    assert "gradients" not in between
+    asleep = memory_of(config("large table", **colocated), "rollout", ON_GPUS).host
+    assert asleep["weights asleep"] == int(2 * 4 * BILLION * factor)
 
 
 def test_a_snapshot_has_chunks_and_larger_tensors_of_powers_of_two() -> None:

@@ -30,12 +30,6 @@ SIZE = ModelSize(
 )  # fmt: skip
 
 
-def tower_of_the_example() -> Tower:
-    found = ModelSize.read(MODEL).tower
-    assert found is not None
-    return found
-
-
 def kept(folder: Path, half: bool, recompute: Recomputation, still: bool) -> tuple[int, int]:
     """Bytes of the pixels and of what a forward pass leaves beside; tokens of the images.
 
@@ -73,10 +67,12 @@ def kept(folder: Path, half: bool, recompute: Recomputation, still: bool) -> tup
 
 
 def test_the_towers_shape_is_read_from_config_and_weights() -> None:
-    tower = tower_of_the_example()
+    size = ModelSize.read(MODEL)
+    tower = size.tower
+    assert tower is not None
     assert (tower.hidden, tower.inner, tower.layers) == (64, 128, 2)
     assert (tower.patch, tower.merged) == (3 * 2 * 8 * 8, 4)
-    size = ModelSize.read(MODEL)
+    assert 0 < tower.projector < tower.entries
     decoder = size.floats - tower.entries - size.embeddings * size.hidden - size.outside
     assert size.block == decoder // size.layers
 
@@ -112,14 +108,10 @@ def test_results_of_products_are_kept_if_others_are_computed_again() -> None:
 
 
 def test_the_more_is_computed_again_the_less_is_kept_of_images() -> None:
-    none, selective, full = (
-        kept_of_tower(TOWER, Precision(2, 2), kind, 16384) for kind in ("none", "selective", "full")
-    )
+    kinds: tuple[Recomputation, ...] = ("none", "selective", "full")
+    none, selective, full = (kept_of_tower(TOWER, Precision(2, 2), kind, 16384) for kind in kinds)
     assert none > selective > full
-    again = [
-        layer_of_tower(TOWER, Precision(2, 2), kind, 16384)
-        for kind in ("none", "selective", "full")
-    ]
+    again = [layer_of_tower(TOWER, Precision(2, 2), kind, 16384) for kind in kinds]
     assert again == sorted(again)
 
 
@@ -146,11 +138,6 @@ def test_all_outside_of_the_towers_layers_is_gathered_with_the_root() -> None:
         for tower in (whole, some)
     ]
     assert gathered[1] - gathered[0] == 2 * (some.outside - whole.outside)
-
-
-def test_the_projectors_entries_are_distinguished() -> None:
-    tower = tower_of_the_example()
-    assert 0 < tower.projector < tower.entries
 
 
 def test_hosts_of_models_that_see_have_room_for_images_and_others_need_none() -> None:

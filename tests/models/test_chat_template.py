@@ -45,7 +45,7 @@ def end(template: ChatTemplate) -> str:
         pytest.param(CLOSED, THINKING, CLOSED, id="the teacher thinks unless its prompt says no"),
     ],
 )
-def test_a_response_continues_the_same_thought_for_both(
+def test_a_response_continues_one_thought_for_both(
     student: str, teacher: str, expected: str
 ) -> None:
     own = chat(student)
@@ -53,17 +53,14 @@ def test_a_response_continues_the_same_thought_for_both(
     assert end(made) == expected
 
 
-def test_a_thought_that_only_the_teachers_prompt_closes_is_refused() -> None:
-    with pytest.raises(ValueError, match="continues the thought"):
-        aligned_prefix(chat(OPEN), chat(CLOSED))
-
-
 def test_what_the_students_prompt_adds_is_added_to_the_teachers() -> None:
     assert aligned_prefix(chat(OPEN, prefix="Answer:"), chat("")) == "Answer:"
     assert end(chat(OPEN, prefix="Answer:")) == "Answer:"
 
 
-def test_a_beginning_that_the_template_writes_for_some_prompts_only_is_refused() -> None:
+def test_a_beginning_that_only_the_teachers_or_some_prompts_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="continues the thought"):
+        aligned_prefix(chat(OPEN), chat(CLOSED))
     begun = "{% if messages | length == 1 %}<think>{% endif %}"
     made = chat(begun, prefix="")
     with pytest.raises(ValueError, match="does not end this prompt"):
@@ -74,9 +71,7 @@ thoughts = st.sampled_from(["", OPEN, CLOSED, "<think>", "[THINK]", "[THINK][/TH
 
 
 @given(thoughts, thoughts)
-def test_a_teacher_reads_an_open_thought_exactly_where_the_student_does(
-    student: str, teacher: str
-) -> None:
+def test_a_teacher_reads_open_thoughts_where_the_student_does(student: str, teacher: str) -> None:
     own, other = chat(student), chat(teacher)
     is_open = bool(student) and "/" not in student
     try:
@@ -97,14 +92,18 @@ def test_a_system_prompt_comes_in_place_of_the_rows_own() -> None:
     assert made.with_system([{"role": "system", "content": "own"}, user]) == expected
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "pipe"])
-def test_a_template_is_read_of_a_regular_file_only(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("/dev/zero", "is not a regular file"),
+        ("pipe", "is not a regular file"),
+        ("long", "has more than 1048576 characters"),
+    ],
+)
+def test_a_template_is_read_of_a_regular_file_of_at_most_a_mebi_of_characters(
+    name: str, cause: str, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is not a regular file"):
+    (tmp_path / "long").write_text("x" * ((1 << 20) + 1))
+    with pytest.raises(OSError, match=cause):
         _ = ChatTemplate(tmp_path, tmp_path / name).text
-
-
-def test_a_template_of_more_than_a_mebi_of_characters_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text("x" * ((1 << 20) + 1))
-    with pytest.raises(OSError, match="has more than 1048576 characters"):
-        _ = ChatTemplate(tmp_path).text

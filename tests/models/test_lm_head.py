@@ -43,24 +43,21 @@ def test_the_quickstarts_head_is_its_embedding(quickstart: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tied", "name"),
-    [(True, "model.embed_tokens.weight"), (False, "lm_head.weight"), (None, "lm_head.weight")],
+    ("shards", "tied", "name", "file"),
+    [
+        ([EMBEDDING | HEAD | OTHER], True, "model.embed_tokens.weight", "model.safetensors"),
+        ([EMBEDDING | HEAD | OTHER], False, "lm_head.weight", "model.safetensors"),
+        ([EMBEDDING | HEAD | OTHER], None, "lm_head.weight", "model.safetensors"),
+        ([EMBEDDING | OTHER], None, "model.embed_tokens.weight", "model.safetensors"),
+        ([EMBEDDING | OTHER, HEAD], False, "lm_head.weight", "part1.safetensors"),
+    ],
+    ids=["tied", "not tied", "not said", "not said without a head", "several files"],
 )
 def test_a_model_says_whether_its_embedding_is_its_head(
-    tmp_path: Path, tied: bool | None, name: str
+    tmp_path: Path, shards: list[dict[str, Any]], tied: bool | None, name: str, file: str
 ) -> None:
-    path = model(tmp_path / "m", EMBEDDING | HEAD | OTHER, tie_word_embeddings=tied)
-    assert HeadFiles.read(path).weight.name == name
-
-
-def test_a_model_that_says_nothing_and_has_no_head_uses_its_embedding(tmp_path: Path) -> None:
-    path = model(tmp_path / "m", EMBEDDING | OTHER)
-    assert HeadFiles.read(path).weight.name == "model.embed_tokens.weight"
-
-
-def test_a_head_in_one_of_several_files_is_found_by_the_index(tmp_path: Path) -> None:
-    path = model(tmp_path / "m", EMBEDDING | OTHER, HEAD, tie_word_embeddings=False)
-    assert HeadFiles.read(path).weight.file == path / "part1.safetensors"
+    found = HeadFiles.read(model(tmp_path / "m", *shards, tie_word_embeddings=tied)).weight
+    assert (found.name, found.file) == (name, tmp_path / "m" / file)
 
 
 def test_a_language_model_inside_of_a_larger_one_is_found(tmp_path: Path) -> None:
@@ -88,30 +85,30 @@ def test_a_bias_of_the_head_is_found(tmp_path: Path) -> None:
         ({"logit_scale": None}, 1.0),
     ],
 )
-def test_logits_are_scaled_as_the_architecture_says(
+def test_logits_are_scaled_as_they_should(
     tmp_path: Path, config: dict[str, Any], scale: float
 ) -> None:
     assert HeadFiles.read(model(tmp_path / "m", HEAD, **config)).shape.scale == scale
 
 
-def test_an_architecture_with_another_path_to_its_logits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="dim_model_base"):
-        HeadFiles.read(model(tmp_path / "m", HEAD, dim_model_base=256))
+TWO = HEAD | {"talker.lm_head.weight": np.ones((7, 3), np.float32)}
 
 
-def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="found none"):
-        HeadFiles.read(model(tmp_path / "m", EMBEDDING, tie_word_embeddings=False))
-
-
-def test_a_model_with_two_heads_is_refused(tmp_path: Path) -> None:
-    two = HEAD | {"talker.lm_head.weight": np.ones((7, 3), np.float32)}
-    with pytest.raises(ModelError, match=r"lm_head.weight, talker\.lm_head\.weight"):
-        HeadFiles.read(model(tmp_path / "m", two))
-
-
-def test_broken_weights_are_refused(tmp_path: Path) -> None:
-    path = model(tmp_path / "m", HEAD)
-    (path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ModelError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("weights", "config", "cause"),
+    [
+        (HEAD, {"dim_model_base": 256}, "dim_model_base"),
+        (EMBEDDING, {"tie_word_embeddings": False}, "found none"),
+        (TWO, {}, r"lm_head.weight, talker\.lm_head\.weight"),
+        (None, {}, "cannot be read"),
+    ],
+    ids=["another path to its logits", "no head", "two heads", "broken weights"],
+)
+def test_a_model_without_one_head_that_can_be_read_is_refused(
+    tmp_path: Path, weights: dict[str, Any] | None, config: dict[str, Any], cause: str
+) -> None:
+    path = model(tmp_path / "m", weights or HEAD, **config)
+    if weights is None:
+        (path / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ModelError, match=cause):
         HeadFiles.read(path)

@@ -34,9 +34,7 @@ def size(tensors: list[Tensor] | None = None, **settings: Any) -> ModelSize:
 
 
 @pytest.mark.parametrize("settings", [PUBLISHED, WRITTEN])
-def test_widths_are_those_of_the_widest_layer_in_both_forms_of_a_config(
-    settings: dict[str, Any],
-) -> None:
+def test_widths_are_of_the_widest_layer_in_both_forms(settings: dict[str, Any]) -> None:
     found = size(**settings)
     assert (found.query, found.key, found.heads) == (8 * 64, 2 * 64, 8)
     assert found.caches == (NARROW, WIDE, NARROW, WIDE)
@@ -48,18 +46,23 @@ def test_heads_of_keys_differ_only_where_keys_are_values_too() -> None:
     assert [one["head_dim"] for one in layers_of(settings)] == [16, 64, 16, 64]
 
 
-def test_layers_with_the_keys_of_others_keep_none() -> None:
-    assert size(**PUBLISHED, num_kv_shared_layers=2).caches == (NARROW, WIDE)
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 192}
 
 
-def test_latent_attention_keeps_one_compressed_head() -> None:
-    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 192}
-    assert size(**latent).caches == ((1, 576),) * 4
-
-
-def test_a_model_without_a_number_of_layers_has_widths_and_no_caches() -> None:
-    found = size(num_hidden_layers=None)
-    assert (found.query, found.key, found.caches) == (8 * 16, 4 * 16, ())
+@pytest.mark.parametrize(
+    ("settings", "caches"),
+    [
+        ({**PUBLISHED, "num_kv_shared_layers": 2}, (NARROW, WIDE)),
+        (LATENT, ((1, 576),) * 4),
+        ({"num_hidden_layers": None}, ()),
+    ],
+    ids=["the keys of others", "one compressed head", "an unknown number of layers"],
+)
+def test_layers_keep_their_own_keys(settings: dict[str, Any], caches: tuple[Any, ...]) -> None:
+    found = size(**settings)
+    assert found.caches == caches
+    if not caches:
+        assert (found.query, found.key) == (8 * 16, 4 * 16)
 
 
 @pytest.mark.parametrize(

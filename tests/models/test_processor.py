@@ -18,7 +18,6 @@ from tests.data.pictures import picture
 from tests.vision_models import FAMILIES, SIZE, gemma3
 
 WIDE, TALL = picture(100, 60), picture(30, 200, "blue")
-TEXT = "ab"
 
 
 MADE = FAMILIES | {"gemma3": gemma3}
@@ -62,17 +61,12 @@ def test_a_prompt_expands_to_the_ids_of_transformers(
     assert found.dtype == np.int32
 
 
-def test_an_image_has_at_most_the_tokens_of_its_bound(
-    processor: ImageProcessor, theirs: Any
-) -> None:
+def test_an_image_has_at_most_its_bounds_tokens(processor: ImageProcessor, theirs: Any) -> None:
     ids = short(theirs, 1)
     added = len(processor.expand(ids, [WIDE])) - len(ids) + 1
     assert 1 < added <= processor.tokens(Media("", len(WIDE), 100, 60))
-
-
-def test_the_bound_holds_for_an_image_that_is_turned(processor: ImageProcessor) -> None:
     one, other = (processor.tokens(Media("", 1, *size)) for size in ((100, 30), (30, 100)))
-    assert one == other
+    assert one == other  # also if it is turned
 
 
 def test_images_become_the_tensors_of_transformers(processor: ImageProcessor, theirs: Any) -> None:
@@ -82,9 +76,6 @@ def test_images_become_the_tensors_of_transformers(processor: ImageProcessor, th
     found = processor.inputs([WIDE, TALL])
     assert found.keys() == set(expected.keys()) - set(theirs.unused_input_names)
     assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def test_text_alone_has_no_inputs(processor: ImageProcessor) -> None:
     assert processor.inputs([]) == {}
 
 
@@ -112,11 +103,11 @@ def test_settings_of_the_config_replace_the_models_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["weights_only", "subfolder", "revision"])
-def test_a_setting_of_the_loading_is_refused_before_anything_is_loaded_with_it(
-    name: str, model: Path
-) -> None:
+def test_a_setting_of_the_loading_is_refused_before_a_load_with_it(name: str, model: Path) -> None:
     with pytest.raises(ProcessorError, match=f"has no setting {name}"):
         ImageProcessor.load(str(model), processor_kwargs={name: False})
+    with pytest.raises(ProcessorError, match=r"has no setting max_pixel: one of .*size"):
+        ImageProcessor.load(str(model), processor_kwargs={"max_pixel": 784})
 
 
 @pytest.mark.parametrize("file", ["processor_config.json", "audio_tokenizer_config.json"])
@@ -127,11 +118,6 @@ def test_a_further_model_that_a_processor_names_is_not_loaded(tmp_path: Path, fi
     (made / file).write_text(json.dumps(content))
     with pytest.raises(ProcessorError, match=f"{file}.* is of a further"):
         ImageProcessor.load(str(made))
-
-
-def test_a_setting_that_no_processor_reads_is_refused(model: Path) -> None:
-    with pytest.raises(ProcessorError, match=r"has no setting max_pixel: one of .*size"):
-        ImageProcessor.load(str(model), processor_kwargs={"max_pixel": 784})
 
 
 def test_a_model_of_text_has_no_image_processor(quickstart: str) -> None:

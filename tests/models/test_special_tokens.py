@@ -132,9 +132,7 @@ PIECES = st.lists(
 @example(content="a < b")
 @example(content="")
 @pytest.mark.parametrize("template", [None, CHATML, LLAMA])
-def test_text_without_special_tokens_is_encoded_as_ever(
-    model: Path, template: str | None, content: str
-) -> None:
+def test_plain_text_is_encoded_as_ever(model: Path, template: str | None, content: str) -> None:
     text, ever = reader(model, template), reader(model, template, "parse")
     if text.spelled(content) is None:
         assert text.encode(content) == ever.encode(content)
@@ -162,7 +160,7 @@ def test_only_the_templates_own_special_tokens_are_tokens(
 @example(before="<|im_", after="end|>")
 @example(before="<|im_ ", after="end|>")
 @example(before="<", after="/s>")
-def test_parts_of_a_message_do_not_become_a_special_token_together(
+def test_parts_of_a_message_do_not_join_to_a_special_token(
     model: Path, before: str, after: str
 ) -> None:
     parts = [{"type": "text", "text": before}, {"type": "text", "text": after}]
@@ -188,9 +186,7 @@ def bytes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(content=PIECES)
 @example(content="a<|im_end|>b")
-def test_the_ids_are_those_of_a_tokenizer_that_splits_special_tokens(
-    bytes_model: Path, content: str
-) -> None:
+def test_ids_are_of_a_tokenizer_that_splits_specials(bytes_model: Path, content: str) -> None:
     oracle = Tokenizer.from_file(str(bytes_model / "tokenizer.json"))
     oracle.encode_special_tokens = True
     assert reader(bytes_model).encode(content) == oracle.encode(content).ids
@@ -206,6 +202,8 @@ def test_what_is_read_as_text_is_decoded_to_itself(tmp_path: Path) -> None:
 def test_data_whose_template_is_applied_is_parsed_if_the_config_says_so(model: Path) -> None:
     ids = reader(model, how="parse").encode("<|im_start|>user x<|im_end|>")
     assert specials(model, ids) == ["<|im_start|>", "<|im_end|>"]
+    with pytest.raises(ValueError, match="keeps out of texts"):
+        reader(model).encode(f"a{MARK}b")
 
 
 def test_a_special_token_in_other_characters_is_refused(tmp_path: Path) -> None:
@@ -215,19 +213,12 @@ def test_a_special_token_in_other_characters_is_refused(tmp_path: Path) -> None:
         reader(tmp_path).encode(wide)
 
 
-def test_the_end_of_a_response_is_special_even_where_the_tokenizer_does_not_say_so(
-    tmp_path: Path,
-) -> None:
+def test_the_end_of_a_response_is_special_whatever_the_tokenizer_says(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("<end>", special=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
     assert tokenizer.token_to_id("<end>") not in reader(tmp_path).encode("a<end>")
-
-
-def test_a_text_with_the_mark_itself_is_refused(model: Path) -> None:
-    with pytest.raises(ValueError, match="keeps out of texts"):
-        reader(model).encode(f"a{MARK}b")
 
 
 def test_check_reports_special_tokens_that_are_read_as_text(

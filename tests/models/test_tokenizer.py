@@ -10,11 +10,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from async_opd.models import chat_template
-from async_opd.models.tokenizer import Text
+from async_opd.models.tokenizer import Text, eos_ids
 from tests.checks.inputs import model
 
 MESSAGES = [{"role": "user", "content": "sort <1> & é="}]
 LOOP = "{% for m in messages %}"
+CHAT = (
+    LOOP + "\n<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "\n{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +32,10 @@ LOOP = "{% for m in messages %}"
             LOOP + "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", id="generation"
         ),
         pytest.param("{{ strftime_now('%Y') }}", id="the date"),
+        pytest.param(CHAT, id="roles and a generation prompt"),
     ],
 )
-def test_a_template_renders_as_in_transformers(
-    tmp_path: Path, quickstart: str, template: str
-) -> None:
+def test_a_template_renders_as_theirs(tmp_path: Path, quickstart: str, template: str) -> None:
     from transformers import AutoTokenizer
 
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
@@ -41,12 +44,26 @@ def test_a_template_renders_as_in_transformers(
     expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
         MESSAGES, add_generation_prompt=True, return_dict=False
     )
-    assert Text(tmp_path).encode(MESSAGES) == expected
+    text = Text(tmp_path)
+    assert text.encode(MESSAGES) == text.encode(MESSAGES[0]["content"]) == expected
+    never = Text(tmp_path, "never")
+    assert never.decode(never.encode("sort 21=")) == "sort 21="
 
 
-def test_padding_and_truncation_stored_in_the_tokenizer_do_not_apply(
-    tmp_path: Path, quickstart: str
-) -> None:
+def test_text_without_a_template_gives_what_transformers_gives(quickstart: str) -> None:
+    from transformers import AutoTokenizer
+
+    path = f"{quickstart}/models/student"
+    made = Text(path)
+    ids = made.encode("sort 493021=")
+    assert ids == AutoTokenizer.from_pretrained(path).encode("sort 493021=")
+    assert "".join(map(made.token, made.plain("sort 31=13"))) == "sort 31=13"
+    with pytest.raises(ValueError, match="no chat template"):
+        made.encode(MESSAGES)
+    assert eos_ids(path) == (2,)
+
+
+def test_stored_padding_and_truncation_do_not_apply(tmp_path: Path, quickstart: str) -> None:
     shutil.copy(f"{quickstart}/models/student/tokenizer.json", tmp_path)
     expected = Text(tmp_path).encode("sort 493021=")
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -86,20 +103,11 @@ def test_a_turn_ends_with_the_special_token_that_follows_the_answer(
     text = Text(with_template(tmp_path, quickstart, template))
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert text.turn_end() == (None if token is None else tokenizer.token_to_id(token))
-
-
-def test_without_templates_for_prompts_no_turn_has_an_end(tmp_path: Path, quickstart: str) -> None:
-    assert Text(with_template(tmp_path, quickstart, CHATML), "never").turn_end() is None
-
-
-def test_the_texts_of_tokens_make_up_the_text(quickstart: str) -> None:
-    made = Text(f"{quickstart}/models/student")
-    ids = made.plain("sort 31=13")
-    assert "".join(map(made.token, ids)) == made.decode(ids)
+    assert Text(tmp_path, "never").turn_end() is None
 
 
 @pytest.mark.parametrize("decoder", ["ByteLevel", "Metaspace"])
-def test_a_token_keeps_its_leading_space_and_a_part_of_a_character_its_name(
+def test_a_token_keeps_its_space_and_a_part_of_a_character_its_name(
     tmp_path: Path, decoder: str
 ) -> None:
     from tokenizers import decoders, models
@@ -118,9 +126,7 @@ def test_a_token_keeps_its_leading_space_and_a_part_of_a_character_its_name(
 def test_the_files_of_a_model_are_read_once_however_many_prompts_there_are(
     tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(f"{quickstart}/models/student/{name}", tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(LOOP + "{{ m.content }}{% endfor %}")
+    with_template(tmp_path, quickstart, LOOP + "{{ m.content }}{% endfor %}")
     read: list[Path] = []
     original = chat_template.read_json
     monkeypatch.setattr(
@@ -142,9 +148,7 @@ def test_a_response_ends_with_the_models_tokens_and_with_the_end_of_a_turn(tmp_p
 
 
 @pytest.mark.parametrize("use", ["decode", "pieces", "token"])
-def test_a_panic_of_the_tokenizer_is_a_value_error(
-    tmp_path: Path, quickstart: str, use: str
-) -> None:
+def test_a_tokenizers_panic_is_a_value_error(tmp_path: Path, quickstart: str, use: str) -> None:
     folder = with_template(tmp_path, quickstart, None)
     tree = json.loads((folder / "tokenizer.json").read_text())
     tree["decoder"] = {"type": "Strip", "content": "0", "start": 0, "stop": 9}

@@ -59,24 +59,47 @@ def torchvision(tmp_path: Path) -> Path:
     return package.parent
 
 
-def test_schemas_are_defined_where_the_library_does_not_load(torchvision: Path) -> None:
-    done = run(f"{INSTALLS}; install(); import torchvision", torchvision, ROOT)
+TRIED = "\ntry:\n    import torchvision\nexcept KeyError:\n    os.environ['NEEDED'] = '1'\n"
+FINDS = "import importlib.util as u, sys; u.find_spec('torchvision')"
+UNKNOWN = "import torchvision, sys; sys.exit('async_opd' in sys.modules)"
+WITHOUT = "import sys; sys.modules['async_opd'] = None; import torchvision"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        (f"{INSTALLS}; install(); import torchvision", ()),
+        (f"import os; {INSTALLS}{TRIED}import torchvision", ()),
+        (f"{INSTALLS}; {FINDS}; sys.exit('torch' in sys.modules)", ()),
+        (f"{INSTALLS}; {CHILD}", (UNKNOWN,)),
+        (f"{INSTALLS}; {CHILD}", (WITHOUT,)),
+        (f"{INSTALLS}\n{ENGINE}", ()),
+    ],
+    ids=[
+        "where the library does not load",
+        "an import that failed is tried again",
+        "torch is not imported before torchvision is",
+        "a child that imports nothing of async_opd",
+        "a child that cannot import async_opd",
+        "an engine whatever PYTHONPATH is by then",
+    ],
+)
+def test_schemas_are_defined(torchvision: Path, script: str, arguments: tuple[str, ...]) -> None:
+    if "NEEDED" in script:
+        code = torchvision / "torchvision" / "__init__.py"
+        code.write_text(f"import os{REGISTERS}os.environ['NEEDED']")
+    # another installation may be on the path, too
+    shutil.copytree(torchvision_operators.FOLDER, torchvision / "other" / "first_on_path")
+    done = run(script, torchvision / "other/first_on_path", torchvision, ROOT, arguments=arguments)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_library_that_loads_defines_its_own(torchvision: Path) -> None:
+def test_a_library_that_loads_defines_its_own_and_others_get_none(torchvision: Path) -> None:
     (torchvision / "torchvision" / "_C.so").unlink()
     (torchvision / "torchvision" / "_C.so").symlink_to(_ctypes.__file__)
-    done = run(f"{INSTALLS}; import torchvision", torchvision, ROOT)
-    assert "operator torchvision::nms does not exist" in done.stderr
-
-
-def test_an_import_that_failed_can_be_tried_again(torchvision: Path) -> None:
-    code = torchvision / "torchvision" / "__init__.py"
-    code.write_text(f"import os{REGISTERS}os.environ['NEEDED']")
-    tried = "\ntry:\n    import torchvision\nexcept KeyError:\n    os.environ['NEEDED'] = '1'\n"
-    done = run(f"import os; {INSTALLS}{tried}import torchvision", torchvision, ROOT)
-    assert done.returncode == 0, done.stderr
+    for script in (f"{INSTALLS}; import torchvision", "import torchvision"):
+        done = run(script, torchvision, ROOT)
+        assert "operator torchvision::nms does not exist" in done.stderr
 
 
 def test_what_is_imported_is_torchvision_itself(torchvision: Path) -> None:
@@ -105,36 +128,13 @@ def test_a_child_that_has_no_torchvision_of_its_own_gets_the_usual_error(torchvi
     assert "ModuleNotFoundError: No module named 'torchvision'" in done.stderr
 
 
-def test_torch_is_not_imported_before_torchvision_is(torchvision: Path) -> None:
-    script = f"{INSTALLS}; import importlib.util as u, sys; u.find_spec('torchvision')"
-    done = run(f"{script}; sys.exit('torch' in sys.modules)", torchvision, ROOT)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_child_that_imports_nothing_of_async_opd_has_the_schemas(torchvision: Path) -> None:
-    child = "import torchvision, sys; sys.exit('async_opd' in sys.modules)"
-    done = run(f"{INSTALLS}; {CHILD}", torchvision, ROOT, arguments=(child,))
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_child_that_cannot_import_async_opd_has_the_schemas(torchvision: Path) -> None:
-    child = "import sys; sys.modules['async_opd'] = None; import torchvision"
-    done = run(f"{INSTALLS}; {CHILD}", torchvision, ROOT, arguments=(child,))
-    assert done.returncode == 0, done.stderr
-
-
 def test_no_code_of_ours_runs_in_a_child_without_torchvision() -> None:
     child = "import sys; print([n for n, m in sys.modules.items() if 'opd' in str(m)])"
     assert run(f"{INSTALLS}; {CHILD}", ROOT, arguments=(child,)).stdout == "[]\n"
 
 
-def test_an_engine_has_the_schemas_whatever_pythonpath_is_by_then(torchvision: Path) -> None:
-    done = run(f"{INSTALLS}\n{ENGINE}", torchvision, ROOT)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(("folder", "start"), [("with spaces", CHILD), ("of a:b", ENGINE)])
-def test_any_path_of_the_installation_will_do(
+def test_any_installation_path_will_do(
     torchvision: Path, tmp_path: Path, folder: str, start: str
 ) -> None:
     own = Path(torchvision_operators.__file__)
@@ -146,19 +146,6 @@ def test_any_path_of_the_installation_will_do(
     )
     done = run(f"{loads}\n{start}", torchvision, arguments=("import torchvision",))
     assert done.returncode == 0, done.stderr
-
-
-def test_two_installations_may_be_on_the_path(torchvision: Path, tmp_path: Path) -> None:
-    shutil.copytree(torchvision_operators.FOLDER, tmp_path / "other" / "first_on_path")
-    done = run(
-        f"{INSTALLS}; import torchvision", tmp_path / "other/first_on_path", torchvision, ROOT
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_other_programs_of_the_environment_get_no_schemas(torchvision: Path) -> None:
-    done = run("import torchvision", torchvision, ROOT)
-    assert "operator torchvision::nms does not exist" in done.stderr
 
 
 def test_only_vllm_calls_an_entry_point_of_ours_in_other_programs() -> None:

@@ -34,12 +34,9 @@ def test_the_thread_that_loads_a_model_asks_no_hub_and_others_may() -> None:
     assert not constants.is_offline_mode()
 
 
-def test_a_model_whose_code_is_trusted_may_ask_for_more() -> None:
+def test_with_trusted_code_it_may_ask_unless_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     with without_hub(trusted=True):
         assert not constants.is_offline_mode()
-
-
-def test_a_user_who_is_offline_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with without_hub(trusted=True):
         assert constants.is_offline_mode()

@@ -158,9 +158,7 @@ def logprobs(output: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-async def test_an_engine_expands_a_prompt_to_the_ids_of_the_processor(
-    family: Family, name: str
-) -> None:
+async def test_engine_and_processor_expand_a_prompt_alike(family: Family, name: str) -> None:
     ids, images = family.prompt(name)
     output = await family.answer(name)
     assert output.prompt_token_ids == family.processor.expand(ids, images).tolist()

@@ -15,40 +15,19 @@ def interval(start: float, end: float) -> Interval:
     return Interval("x", start, end)
 
 
-def test_what_names_no_causes_has_no_waits() -> None:
-    activity = Activity("x")
-    assert activity.drain_waits() == {}
-    with activity.busy():
-        assert activity.drain_waits() == {}
-
-
-def test_overlapping_work_is_one_interval() -> None:
-    now = iter([1.0, 2.0, 4.0])
+def test_overlapping_work_is_one_interval_and_work_under_way_is_reported_in_parts() -> None:
+    now = iter([1.0, 2.0, 4.0, 5.0])
     activity = Activity("x", clock=lambda: next(now))
     with activity.busy(), activity.busy():
-        pass
-    assert activity.drain() == (interval(1.0, 4.0),)
-
-
-def test_work_under_way_is_reported_in_parts_that_do_not_overlap() -> None:
-    now = iter([1.0, 2.0, 5.0])
-    activity = Activity("x", clock=lambda: next(now))
-    with activity.busy():
         first = activity.drain()
-    assert (*first, *activity.drain()) == (interval(1.0, 2.0), interval(2.0, 5.0))
+    assert (*first, *activity.drain()) == (interval(1.0, 4.0), interval(4.0, 5.0))
+    assert activity.drain_waits() == {}  # it names no causes
 
 
-def test_the_union_merges_what_touches() -> None:
+def test_the_union_merges_what_touches_and_an_overlap_is_the_time_in_which_all_are_busy() -> None:
     assert covered([interval(3, 4), interval(0, 2), interval(1, 3)]) == [interval(0, 4)]
-
-
-def test_overlap_counts_only_the_time_in_which_all_pools_are_busy() -> None:
-    assert (
-        overlap_s([[interval(0, 4)], [interval(1, 3), interval(2, 6)], [interval(2, 3.5)]]) == 1.5
-    )
-
-
-def test_pools_that_never_meet_do_not_overlap() -> None:
+    others = [[interval(1, 3), interval(2, 6)], [interval(2, 3.5)]]
+    assert overlap_s([[interval(0, 4)], *others]) == 1.5
     assert overlap_s([[interval(0, 1)], [interval(1, 2)]]) == 0.0
 
 
@@ -69,28 +48,22 @@ def test_work_on_a_sample_that_the_trace_follows_is_reported_beside_the_busy_int
     assert activity.drain_spans() == ()
 
 
-def test_idle_time_counts_for_the_cause_that_held_when_it_began() -> None:
+def test_idle_time_counts_once_for_the_cause_that_held_when_it_began_or_was_last_read() -> None:
     now, cause = [0.0], ["prompts"]
     activity = Activity("x", lambda: now[0], "", ("prompts", "weights"), lambda: cause[0])
+    activity.drain_waits()
+    now[0] = 0.5
     with activity.busy():
         now[0] = 1.0
     now[0], cause[0] = 4.0, "weights"
     with activity.busy():
         now[0] = 6.0
     now[0] = 8.0
-    assert activity.drain_waits() == {"wait_prompts_s": 3.0, "wait_weights_s": 2.0}
-
-
-def test_idle_time_that_goes_on_is_asked_for_its_cause_again_and_counts_once() -> None:
-    now, cause = [0.0], ["prompts"]
-    activity = Activity("x", lambda: now[0], "", ("prompts", "weights"), lambda: cause[0])
-    activity.drain_waits()
-    now[0] = 3.0
-    assert activity.drain_waits() == {"wait_prompts_s": 3.0, "wait_weights_s": 0.0}
-    now[0], cause[0] = 5.0, "weights"
+    assert activity.drain_waits() == {"wait_prompts_s": 3.5, "wait_weights_s": 2.0}
+    now[0], cause[0] = 10.0, "prompts"
     with activity.busy():
-        now[0] = 9.0
-        assert activity.drain_waits() == {"wait_prompts_s": 2.0, "wait_weights_s": 0.0}
+        now[0] = 14.0
+        assert activity.drain_waits() == {"wait_prompts_s": 0.0, "wait_weights_s": 2.0}
 
 
 async def test_the_grading_of_a_rollout_is_recorded_if_the_trace_follows_it() -> None:

@@ -27,18 +27,14 @@ class Ends(Callback):
         raise KeyError("of a checkpoint")
 
 
-def test_all_callbacks_are_called_at_the_end_though_an_earlier_one_fails() -> None:
-    failing, other = Ends(ValueError("first")), Ends()
-    with pytest.raises(ValueError, match="first"):
-        CallbackSink([failing, other]).close(SUMMARY)
-    assert (failing.ends, other.ends) == (1, 1)
-
-
-def test_the_first_of_several_errors_is_raised_and_kept() -> None:
-    sink = CallbackSink([Ends(ValueError("first")), Ends(ValueError("second"))])
+def test_all_callbacks_are_called_at_the_end_and_the_first_of_their_errors_is_raised() -> None:
+    callbacks = [Ends(), Ends(ValueError("first")), Ends(ValueError("second"))]
+    sink = CallbackSink(callbacks)
     with pytest.raises(ValueError, match="first"):
         sink.close(SUMMARY)
     assert sink.error == "ValueError: first"
+    assert [callback.ends for callback in callbacks] == [1, 1, 1]
+    assert CallbackSink(callbacks[:1]).close(SUMMARY) is None
 
 
 def test_an_error_of_the_last_checkpoint_is_raised_at_the_end() -> None:
@@ -46,8 +42,3 @@ def test_an_error_of_the_last_checkpoint_is_raised_at_the_end() -> None:
     sink.checkpoint(1, Path())
     with pytest.raises(KeyError, match="of a checkpoint"):
         sink.close(SUMMARY)
-
-
-def test_an_end_without_an_error_leaves_none() -> None:
-    sink = CallbackSink([Ends()])
-    assert (sink.close(SUMMARY), sink.error) == (None, None)

@@ -15,14 +15,6 @@ from async_opd.core.uid import is_traced
 from async_opd.observability.metering import Metering
 
 
-def header(uid: str) -> Header:
-    return Header(uid, 1, 1, 0, "t")
-
-
-def stats() -> TopicStats:
-    return TopicStats(1, 2, 3, 4, 5, 6, 7, 8, 9)
-
-
 def metered(start: float, now: float, **pools: tuple[float, float]) -> dict[str, float]:
     times = iter([start, start, now])
     metering = Metering(clock=lambda: next(times))
@@ -33,22 +25,30 @@ def metered(start: float, now: float, **pools: tuple[float, float]) -> dict[str,
         )
         for name, busy in pools.items()
     }
-    step = StepReport(1, (header("a/0"), header("b/0")), (0, 2), {"loss/total": 1.0})
-    return metering.step(step, reports, {"scored": stats()})
+    headers = (Header("a/0", 1, 1, 0, "t"), Header("b/0", 1, 1, 0, "t"))
+    step = StepReport(1, headers, (0, 2), {"loss/total": 1.0})
+    return metering.step(step, reports, {"scored": TopicStats(1, 2, 3, 4, 5, 6, 7, 8, 9)})
 
 
-def test_overlap_is_the_share_of_time_in_which_all_three_stages_computed() -> None:
-    metrics = metered(0, 10, rollout=(0, 6), teacher__a=(2, 7), train=(4, 9))
-    assert metrics["perf/overlap"] == pytest.approx(0.2)
+@pytest.mark.parametrize(
+    ("pools", "overlap"),
+    [
+        ({"rollout": (0, 6), "teacher__a": (2, 7), "train": (4, 9)}, 0.2),
+        ({"rollout": (0, 9), "teacher__a": (0, 3), "teacher__b": (5, 6), "train": (0, 9)}, 0.4),
+    ],
+    ids=["all three stages", "any teacher"],
+)
+def test_overlap_is_the_share_of_time_in_which_all_stages_computed(
+    pools: dict[str, tuple[float, float]], overlap: float
+) -> None:
+    assert metered(0, 10, **pools)["perf/overlap"] == pytest.approx(overlap)
 
 
-def test_any_teacher_counts_as_scoring() -> None:
-    metrics = metered(0, 10, rollout=(0, 10), teacher__a=(0, 3), teacher__b=(5, 6), train=(0, 10))
-    assert metrics["perf/overlap"] == pytest.approx(0.4)
-
-
-def test_rates_are_per_second_since_the_step_before() -> None:
-    assert metered(5, 10, train=(5, 6))["train/tokens_per_s"] == pytest.approx(2.0)
+def test_a_step_has_rates_staleness_and_every_count_of_a_topic() -> None:
+    metrics = metered(5, 10, train=(5, 6))
+    assert metrics["train/tokens_per_s"] == pytest.approx(2.0)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0)
+    assert metrics["queue/scored/leased"] == 2.0
 
 
 def test_busy_seconds_of_replicas_side_by_side_add_up() -> None:
@@ -60,35 +60,19 @@ def test_busy_seconds_of_replicas_side_by_side_add_up() -> None:
     assert (metrics["rollout/busy_s"], metrics["rollout/busy"]) == (8.0, 0.6)
 
 
-def test_staleness_is_reported_as_mean_and_maximum() -> None:
-    metrics = metered(0, 1, train=(0, 1))
-    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0)
-
-
-def test_every_count_of_a_topic_is_a_metric() -> None:
-    assert metered(0, 1, train=(0, 1))["queue/scored/leased"] == 2.0
-
-
 def stepped(metering: Metering, gap: float) -> dict[str, float]:
     return metering.step(StepReport(1, (), (), {"teacher/a/gap": gap}), {}, {})
 
 
-def test_a_teachers_gap_is_compared_with_that_of_the_first_step() -> None:
+def test_a_teachers_gap_is_compared_with_that_of_the_first_step_of_all_lives() -> None:
     metering = Metering()
     assert stepped(metering, 0.8)["teacher/a/gap_closed"] == 0
     found = stepped(metering, 0.2)
     assert found["teacher/a/gap_closed"] == pytest.approx(0.75)
     assert found["teacher/a/initial_gap"] == 0.8
-
-
-def test_a_resumed_run_keeps_the_initial_gap() -> None:
-    metering = Metering(before={"teacher/a/initial_gap": 0.8, "teacher/a/gap": 0.4})
-    assert stepped(metering, 0.2)["teacher/a/gap_closed"] == pytest.approx(0.75)
-
-
-def test_a_teacher_that_agreed_from_the_start_has_no_share() -> None:
-    metering = Metering()
-    assert "teacher/a/gap_closed" not in stepped(metering, 0.0)
+    resumed = Metering(before={"teacher/a/initial_gap": 0.8, "teacher/a/gap": 0.4})
+    assert stepped(resumed, 0.2)["teacher/a/gap_closed"] == pytest.approx(0.75)
+    assert "teacher/a/gap_closed" not in stepped(Metering(), 0.0)  # it agreed from the start
 
 
 class AskedStages:
@@ -119,20 +103,20 @@ async def asked_at(*times: float, every_s: float, last: float = -1.0) -> list[fl
     return found
 
 
-async def test_pools_are_asked_with_a_step_once_their_last_reports_are_old_enough() -> None:
-    assert await asked_at(2.0, 2.5, 3.9, 4.0, 9.0, 10.0, every_s=2.0) == [2.0, 4.0, 9.0]
-
-
-async def test_pools_are_asked_with_the_first_step() -> None:
-    assert await asked_at(0.5, 1.0, every_s=2.0) == [0.5]
-
-
-async def test_pools_are_asked_with_the_last_step() -> None:
-    assert await asked_at(0.5, 1.0, 1.1, every_s=2.0, last=1.1) == [0.5, 1.1]
-
-
-async def test_pools_are_asked_with_each_step_by_an_interval_of_zero() -> None:
-    assert await asked_at(1.0, 1.1, 1.2, every_s=0.0) == [1.0, 1.1, 1.2]
+@pytest.mark.parametrize(
+    ("times", "every_s", "last", "asked"),
+    [
+        ((2.0, 2.5, 3.9, 4.0, 9.0, 10.0), 2.0, -1.0, [2.0, 4.0, 9.0]),
+        ((0.5, 1.0), 2.0, -1.0, [0.5]),
+        ((0.5, 1.0, 1.1), 2.0, 1.1, [0.5, 1.1]),
+        ((1.0, 1.1, 1.2), 0.0, -1.0, [1.0, 1.1, 1.2]),
+    ],
+    ids=["old enough", "the first step", "the last step", "an interval of zero"],
+)
+async def test_pools_are_asked_with_a_step_once_their_last_reports_are_old_enough(
+    times: tuple[float, ...], every_s: float, last: float, asked: list[float]
+) -> None:
+    assert await asked_at(*times, every_s=every_s, last=last) == asked
 
 
 def test_rates_are_over_all_steps_since_the_reports_before() -> None:
@@ -154,7 +138,8 @@ def test_a_step_without_reports_has_no_metrics_of_pools() -> None:
 def test_the_trace_gets_samples_of_steps_without_reports_with_the_next_reports() -> None:
     metering, uid = Metering(), next(name for name in map(str, range(999)) if is_traced(name))
     steps = [
-        StepReport(n, (header(uid),), (0,), {}, computed=Interval("step", n, n + 1)) for n in (1, 2)
+        StepReport(n, (Header(uid, 1, 1, 0, "t"),), (0,), {}, computed=Interval("step", n, n + 1))
+        for n in (1, 2)
     ]
     assert metering.traced(steps[0], {}) == {}
     found = metering.traced(steps[1], {"train": StageReport(busy=(Interval("step", 1, 3),))})

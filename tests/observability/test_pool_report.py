@@ -9,14 +9,14 @@ from async_opd.files.lines import MetricsRow
 from async_opd.observability.pool_report import between_reports, merge_reports
 
 
-def test_a_pool_waits_only_if_every_replica_does() -> None:
-    busy = StageReport(waits_for="")
-    assert merge_reports([StageReport(waits_for="prompts"), busy]).waits_for == ""
-
-
-def test_a_pool_has_the_version_of_its_oldest_replica() -> None:
-    reports = [StageReport(gauges={"version": 4.0}), StageReport(gauges={"version": 3.0})]
-    assert merge_reports(reports).gauges["version"] == 3.0
+def test_a_pool_has_the_version_of_its_oldest_replica_and_waits_only_if_all_do() -> None:
+    merged = merge_reports(
+        [
+            StageReport(gauges={"version": 4.0}, waits_for="prompts"),
+            StageReport(gauges={"version": 3.0}, waits_for=""),
+        ]
+    )
+    assert (merged.gauges["version"], merged.waits_for) == (3.0, "")
 
 
 def rows_of(*reported: bool) -> list[MetricsRow]:

@@ -17,20 +17,16 @@ from async_opd.waiting.liveness import PROBES_PER_TIMEOUT
 from async_opd.waiting.waits import EVERY_S, Waits
 from tests.conftest import make_prompt
 from tests.world.clock import ManualTimer
+from tests.world.config import run_config
 
 
-def config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"sort": {"model": "t"}},
-            "data": {"train": "prompts.jsonl", "max_prompt_tokens": 100},
-            "rollout": {"max_tokens": 1000, "n": 1},
-            "train": {"batch_size": 8},
-            "async": {"staleness_threshold": 0.5, "sync_steps": 2},
-            "timeouts": {"stall_s": 40},
-            **sections,
-        }
+def config() -> RunConfig:
+    return run_config(
+        data={"train": "prompts.jsonl", "max_prompt_tokens": 100},
+        rollout={"max_tokens": 1000, "n": 1},
+        train={"batch_size": 8},
+        timeouts={"stall_s": 40},
+        **{"async": {"staleness_threshold": 0.5, "sync_steps": 2}},
     )
 
 
@@ -97,23 +93,6 @@ async def test_a_timeout_of_the_work_itself_keeps_its_own_words() -> None:
         await asyncio.wait_for(world.wait, 5)
 
 
-async def test_a_wait_has_a_line_every_ten_seconds_with_its_bound() -> None:
-    world = World()
-    await world.passes(2, "trainer", EVERY_S)
-    assert world.lines == [
-        f"waiting for a batch ({seconds} s so far, at most 40 s without a new token)"
-        for seconds in (10, 20)
-    ]
-    world.wait.cancel()
-
-
-async def test_work_that_nothing_waits_for_has_no_line() -> None:
-    world = World(endless=True)
-    await world.passes(2, "trainer", EVERY_S)
-    assert world.lines == []
-    world.wait.cancel()
-
-
 async def test_what_is_heard_of_only_as_a_whole_has_the_time_that_it_may_take() -> None:
     world = World(least_s=4000)
     await world.passes(PROBES_PER_TIMEOUT - 1, every_s=1000)
@@ -122,17 +101,26 @@ async def test_what_is_heard_of_only_as_a_whole_has_the_time_that_it_may_take() 
     assert world.wait.done()
 
 
-def test_a_step_may_take_the_tokens_of_all_samples_under_way_in_every_stage() -> None:
+@pytest.mark.parametrize("endless", [False, True])
+async def test_a_wait_has_a_line_every_ten_seconds_with_its_bound(endless: bool) -> None:
+    world = World(endless=endless)
+    await world.passes(2, "trainer", EVERY_S)
+    assert world.lines == [
+        f"waiting for a batch ({seconds} s so far, at most 40 s without a new token)"
+        for seconds in (10, 20)
+        if not endless
+    ]
+    world.wait.cancel()
+
+
+def test_a_step_may_take_the_tokens_of_all_samples_under_way_and_an_evaluation_its_own() -> None:
     assert most_tokens(config(), evaluated=0) == 1.5 * 2 * 8 * 1100 * 3
-
-
-def test_an_evaluation_may_take_those_of_all_its_prompts() -> None:
     assert most_tokens(config(), evaluated=500) == 500 * 1100 * 3
 
 
 def test_teachers_may_take_the_time_of_one_long_answer_however_few_they_are_asked_for() -> None:
     sampling: Any = SimpleNamespace(n=1, max_tokens=32_000)
     made = config()
-    health = made.teachers["sort"].health
+    health = made.teachers["t"].health
     seconds = health.timeout_s + 32_000 / health.min_response_tokens_per_s
     assert teachers_s(made, [make_prompt("p")], sampling) == health.tries * seconds

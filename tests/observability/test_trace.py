@@ -46,36 +46,18 @@ def events(trace: TraceSink, kind: str = "X") -> list[dict[str, Any]]:
     return [event for event in written(trace)["traceEvents"] if event["ph"] == kind]
 
 
-def test_an_interval_is_a_complete_event_in_microseconds_since_the_start(tmp_path: Path) -> None:
+def test_intervals_are_complete_events_on_threads_without_overlap(tmp_path: Path) -> None:
     trace = sink(tmp_path)
-    trace.busy({"rollout": [interval(1.5, 2, "generate")]})
-    (event,) = events(trace)
-    assert (event["name"], event["ts"], event["dur"]) == ("generate", 1_500_000, 500_000)
-
-
-def test_a_pool_names_its_process_and_its_thread_once(tmp_path: Path) -> None:
-    trace = sink(tmp_path)
-    for start in (0, 1):
-        trace.busy({"teacher/sort": [interval(start, start + 1)]})
+    for pool in ("rollout", "teacher/sort"):
+        trace.busy({pool: [interval(1.5, 2, "generate"), interval(1, 3), interval(2, 4)]})
+    found = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events(trace)]
+    first, second, third = [e for e in found if e[0] == 1]
+    assert (1, second[1], "generate", 1_500_000, 500_000) == second
+    assert (third[1], third[3]) == (second[1], 2_000_000)  # the lane is free again
+    assert {first[1], second[1]} == {0, 1}
+    assert len({pid for pid, *_ in found}) == 2
     names = [event["name"] for event in events(trace, "M")]
-    assert names == ["process_name", "process_sort_index", "thread_name"]
-
-
-def test_pools_are_different_processes(tmp_path: Path) -> None:
-    trace = sink(tmp_path)
-    trace.busy({pool: [interval(0, 1)] for pool in ("rollout", "train")})
-    assert len({event["pid"] for event in events(trace)}) == 2
-
-
-def test_intervals_that_overlap_are_on_different_threads(tmp_path: Path) -> None:
-    trace = sink(tmp_path)
-    trace.busy({"rollout": [interval(0, 2), interval(1, 3)]})
-    assert [event["tid"] for event in events(trace)] == [0, 1]
-
-
-def test_a_lane_is_used_again_when_it_is_free() -> None:
-    found = Lanes().assign([interval(0, 2), interval(1, 3), interval(2, 4)])
-    assert [lane for lane, _ in found] == [0, 1, 0]
+    assert names == ["process_name", "process_sort_index", "thread_name", "thread_name"] * 2
 
 
 @given(
@@ -103,23 +85,20 @@ def test_the_file_is_whole_json_after_every_write(tmp_path: Path) -> None:
         assert sum(event["ph"] == "X" for event in content["traceEvents"]) == step
 
 
-def test_a_resumed_run_goes_on_in_the_same_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "killed"])
+def test_a_resumed_run_goes_on_in_the_same_trace_no_other(tmp_path: Path, closed: bool) -> None:
     first = sink(tmp_path)
     first.busy({"train": [interval(0, 1)]})
-    first.close(SUMMARY)
+    if closed:
+        first.close(SUMMARY)
+    else:
+        written(first)
     second = TraceSink(tmp_path, clock=lambda: START + 100, resumed=True)
     assert second.start() is None
     second.busy({"rollout": [interval(101, 102)], "train": [interval(102, 103)]})
     found = [(event["cat"], event["pid"], event["ts"]) for event in events(second)]
     assert found == [("train", 1, 0), ("rollout", 2, 101_000_000), ("train", 1, 102_000_000)]
-
-
-def test_a_run_that_was_killed_leaves_a_trace_that_can_be_gone_on_with(tmp_path: Path) -> None:
-    first = sink(tmp_path)
-    first._write([{"train": [interval(0, 1)]}])  # and it is never closed
-    second = sink(tmp_path, resumed=True)
-    second.busy({"train": [interval(1, 2)]})
-    assert len(events(second)) == 2
+    assert events(sink(tmp_path)) == []
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2", '{"traceEvents": [\n], "otherData": {"a": 1}}\n'])
@@ -128,13 +107,6 @@ def test_a_trace_that_was_torn_begins_anew_and_says_so(tmp_path: Path, content: 
     trace = TraceSink(tmp_path, resumed=True)
     assert "begins anew" in (trace.start() or "")
     assert events(trace) == []
-
-
-def test_another_run_does_not_go_on_with_a_trace_that_is_there(tmp_path: Path) -> None:
-    first = sink(tmp_path)
-    first.busy({"train": [interval(0, 1)]})
-    first.close(SUMMARY)
-    assert events(sink(tmp_path)) == []
 
 
 def test_a_file_does_not_grow_beyond_its_bytes_and_counts_what_is_left_out(tmp_path: Path) -> None:
@@ -202,28 +174,17 @@ def test_a_replica_keeps_its_track_when_the_run_is_resumed(tmp_path: Path) -> No
     assert sum(e["name"] == "thread_name" for e in events(second, "M")) == 2
 
 
-def test_arrows_lead_from_the_generation_of_a_sample_through_its_scoring_to_its_step(
-    tmp_path: Path,
-) -> None:
-    trace = sink(tmp_path)
-    for report in way():
-        trace.busy(report)
+def test_arrows_lead_from_generation_to_step_and_have_all_moments(tmp_path: Path) -> None:
+    trace, (first, last) = sink(tmp_path), way()
+    first["train"] = [interval(2.5, 2.5, "lease", sample=UID)]  # no slice: no arrow leads to it
+    trace.busy({"admission": [interval(0, 0, "admit", sample=UID)]})
+    trace.busy(first)
+
+    trace.busy(last)
     check_format(written(trace))
     arrows = [e for e in written(trace)["traceEvents"] if e["ph"] in "stf"]
-    assert [(e["ph"], e["id"]) for e in arrows] == [("s", 1), ("t", 1), ("f", 1)]
-    assert {e["args"]["uid"] for e in arrows} == {UID}
-
-
-def test_the_last_arrow_has_the_moments_of_the_life_and_no_arrow_leads_to_those_without_a_slice(
-    tmp_path: Path,
-) -> None:
-    trace, (first, last) = sink(tmp_path), way()
-    first["train"] = [interval(2.5, 2.5, "lease", sample=UID)]
-    for report in ({"admission": [interval(0, 0, "admit", sample=UID)]}, first, last):
-        trace.busy(report)
-    check_format(written(trace))
-    assert [len(events(trace, kind)) for kind in "stf"] == [1, 1, 1]
-    assert events(trace, "f")[0]["args"]["life"] == [
+    assert [(e["ph"], e["id"], e["args"]["uid"]) for e in arrows] == [(k, 1, UID) for k in "stf"]
+    assert arrows[-1]["args"]["life"] == [
         ["admission", "admit", "", 0, 0],
         ["rollout", "generate", "student/0", 0, 1_000_000],
         ["teacher/a", "score", "teacher a/1", 1_000_000, 2_000_000],
@@ -241,13 +202,6 @@ def test_what_adds_no_event_writes_nothing(tmp_path: Path) -> None:
     assert trace.path.stat().st_mtime_ns == before
 
 
-def test_a_sample_that_is_not_trained_yet_has_no_arrow(tmp_path: Path) -> None:
-    trace = sink(tmp_path)
-    trace.busy(way()[0])
-    check_format(written(trace))
-    assert not events(trace, "s")
-
-
 def test_a_sample_that_was_generated_again_has_one_way(tmp_path: Path) -> None:
     trace = sink(tmp_path)
     for report in [way()[0], *way(start=10)]:
@@ -261,11 +215,12 @@ def test_one_sample_in_a_hundred_is_followed() -> None:
     assert 0.8 < found / 20_000 * TRACED < 1.2
 
 
-def test_samples_that_are_never_trained_are_forgotten() -> None:
+def test_the_oldest_of_samples_that_are_never_trained_are_forgotten() -> None:
     flows = SampleFlows()
-    for number in range(2 * MAX_PENDING):
+    for number in range(MAX_PENDING + 2):
         flows.add("rollout", interval(0, 1, sample=str(number)))
-    assert len(flows._pending) == MAX_PENDING
+    known = [len(flows.add("train", interval(1, 2, sample=str(n)))) for n in (0, 1, 2)]
+    assert known == [0, 0, 2]
 
 
 def check_format(content: dict[str, Any]) -> None:

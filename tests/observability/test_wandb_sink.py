@@ -7,23 +7,24 @@ import os
 import subprocess
 import sys
 import threading
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from async_opd.config.run_config import RunConfig
-from async_opd.microscope import MICROSCOPE, RecordWriter
 from async_opd.observability import wandb_sink
 from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from async_opd.observability.wandb_sink import AXES, MAX_ROWS, WandbSink
 from tests import wandb_rows
-from tests.microscope.samples import record
+from tests.observability.test_wandb_images import write_samples
+from tests.world.config import run_config
 
 SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
 
@@ -59,14 +60,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
 
 
 def config() -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"sort": {"model": "teacher"}},
-            "data": {"train": "train.jsonl"},
-            "log": {"console": "off", "wandb": "offline"},
-        }
-    )
+    return run_config(student={"model": "student"}, log={"console": "off", "wandb": "offline"})
 
 
 def logged(run_dir: Path, *steps: int, resumed: bool = False) -> None:
@@ -79,31 +73,16 @@ def logged(run_dir: Path, *steps: int, resumed: bool = False) -> None:
 
 
 def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, opened: list[FakeRun]) -> None:
-    logged(tmp_path, 1, 2)
-    logged(tmp_path, 3, resumed=True)
-    first, second = (run.arguments for run in opened)
-    assert (first["id"], second["resume"]) == (second["id"], "allow")
-
-
-def test_another_run_in_the_same_directory_is_another_wandb_run(
-    tmp_path: Path, opened: list[FakeRun]
-) -> None:
-    logged(tmp_path, 1)
-    logged(tmp_path, 1)
-    assert opened[0].arguments["id"] != opened[1].arguments["id"]
-
-
-def test_steps_that_come_again_after_a_resume_are_left_out(
-    tmp_path: Path, opened: list[FakeRun]
-) -> None:
     logged(tmp_path, 1, 2, 3)
     logged(tmp_path, 2, 3, 4, resumed=True)
+    first, second = (run.arguments for run in opened)
+    assert (first["id"], second["resume"]) == (second["id"], "allow")
     assert [row["step"] for run in opened for _, row in run.rows] == [1, 2, 3, 4]
+    logged(tmp_path, 1)  # another run in the same directory
+    assert opened[2].arguments["id"] != first["id"]
 
 
-def test_steps_that_come_again_after_a_rewind_are_left_out(
-    tmp_path: Path, opened: list[FakeRun]
-) -> None:
+def test_steps_after_a_rewind_come_once(tmp_path: Path, opened: list[FakeRun]) -> None:
     with RunLog(config(), tmp_path) as log:
         for step in (1, 2, 3):
             log.log(step, {"loss": 1.0})
@@ -114,9 +93,7 @@ def test_steps_that_come_again_after_a_rewind_are_left_out(
     assert [row["step"] for _, row in opened[0].rows] == [1, 2, 3, 4]
 
 
-def test_an_evaluation_that_was_cut_off_comes_after_the_resume(
-    tmp_path: Path, opened: list[FakeRun]
-) -> None:
+def test_a_cut_off_evaluation_comes_again(tmp_path: Path, opened: list[FakeRun]) -> None:
     logged(tmp_path, 1, 2)
     sink = WandbSink(config(), tmp_path, resumed=True)
     sink.start()
@@ -239,9 +216,7 @@ def test_what_wandb_makes_of_a_row_is_raised_once(
     assert sink.close(SUMMARY) is None
 
 
-def test_an_evaluation_whose_table_cannot_be_made_keeps_its_metrics(
-    tmp_path: Path, opened: list[FakeRun]
-) -> None:
+def test_without_its_table_an_evaluation_has_metrics(tmp_path: Path, opened: list[FakeRun]) -> None:
     (tmp_path / "evals").mkdir()
     (tmp_path / "evals" / "step_2.jsonl").write_text("no JSON\n")
     sink = WandbSink(config(), tmp_path)
@@ -269,13 +244,10 @@ def test_an_alert_comes_though_as_many_rows_wait_as_may(
 
 
 @pytest.mark.slow
-def test_an_offline_run_read_back_has_keys_axes_config_tables_and_alerts(tmp_path: Path) -> None:
-    (tmp_path / "evals").mkdir()
-    answer = {"response": "1 2", "score": 0.5, "versions": [[0, 0, 2]]}
-    text = "".join(json.dumps({"uid": uid, **answer}) + "\n" for uid in ("p0", "p1"))
-    (tmp_path / "evals" / "step_2.jsonl").write_text(text)
-    recorded = record("p7/1", columns={"token": np.array([7, 8, 8], np.int32)}, tokens=3)
-    RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20).write(1, [recorded])
+def test_an_offline_run_read_back_has_keys_axes_config_tables_pictures_and_alerts(
+    tmp_path: Path,
+) -> None:
+    write_samples(tmp_path, score=0.5, versions=[[0, 0, 2]])
     with RunLog(config(), tmp_path) as log:
         log.log(1, {"loss/total": 2.5, "sync/version": 0.0})
         log.log(2, {"eval/sort/accuracy": 0.5})
@@ -292,25 +264,32 @@ def test_an_offline_run_read_back_has_keys_axes_config_tables_and_alerts(tmp_pat
     assert (step["loss/total"], step["step"], step["sync/version"]) == (2.5, 1, 0)
     assert (evaluation["eval/sort/accuracy"], evaluation["evaluation/step"]) == (0.5, 2)
     assert evaluation["evaluation/samples/_type"] == "table-file"
-    assert evaluation["evaluation/samples/nrows"] == 2
-    kept = {one.parent.name: json.loads(one.read_text()) for one in path.parent.rglob("*.json")}
-    found = kept["evaluation"]
-    assert found["columns"] == ["uid", "response", "score", "versions"]
-    assert found["data"][0] == ["p0", "1 2", "0.5", "[[0, 0, 2]]"]
-    assert step["generations/samples/nrows"] == 1
-    (generation,) = kept["generations"]["data"]
-    shown = dict(zip(kept["generations"]["columns"], generation, strict=True))
-    assert (shown["uid"], shown["response"], shown["versions"]) == ("p7/1", "hii", "[0]")
+    assert (evaluation["evaluation/samples/nrows"], step["generations/samples/nrows"]) == (3, 1)
+    files = {k: v for one in wandb_rows.table_files(path).values() for k, v in one.items()}
+    table = json.loads(files["evaluation/samples.table.json"].read_text())
+    assert table["columns"] == ["uid", "response", "score", "versions", "image 1", "image 2"]
+    assert [row[:4] for row in table["data"]] == [
+        [uid, "1 2", "0.5", "[[0, 0, 2]]"] for uid in ("p0", "p1", "p2")
+    ]
+    assert [row[5] for row in table["data"]] == [None] * 3
+    first, second, third = (row[4] for row in table["data"])
+    assert third is None
+    for cell in (first, second):
+        assert (cell["_type"], cell["width"], cell["height"]) == ("image-file", 8, 4)
+        shown = Image.open(BytesIO(files[cell["path"]].read_bytes()))
+        assert shown.convert("RGB").getpixel((0, 0)) == (255, 0, 0)
+    table = json.loads(files["generations/samples.table.json"].read_text())
+    (generation,) = table["data"]
+    of = dict(zip(table["columns"], generation, strict=True))
+    assert (of["uid"], of["response"], of["versions"]) == ("p7/1", "hii", "[0]")
+    assert of["image"]["_type"] == "image-file"
     assert wandb_rows.axes(path) == dict(AXES)
     given = wandb_rows.config(path)
     assert given["student"]["model"] == "student"
     assert given["environment"]["versions"]["torch"]
     assert given["environment"]["devices"]
-    assert [title for title, _ in wandb_rows.alerts(path)] == [
-        "guardrail",
-        "a replica failed",
-        "the run has failed",
-    ]
+    titles = [title for title, _ in wandb_rows.alerts(path)]
+    assert titles == ["guardrail", "a replica failed", "the run has failed"]
 
 
 HANGS = """

@@ -11,9 +11,11 @@ import pytest
 from async_opd.processes.background import each_of
 
 
-def test_results_come_in_the_order_of_the_items() -> None:
+def test_results_come_in_order_and_so_many_items_are_worked_on_at_once() -> None:
     assert each_of(lambda n: n * n, range(9), 3) == [n * n for n in range(9)]
     assert each_of(str, [], 3) == []
+    together = threading.Barrier(3)
+    each_of(lambda _: together.wait(20), range(3), 3)
 
 
 def test_after_an_error_no_other_item_is_begun() -> None:
@@ -26,11 +28,6 @@ def test_after_an_error_no_other_item_is_begun() -> None:
     with pytest.raises(PermissionError, match="no quota for 0"):
         each_of(work, range(9), 1)
     assert begun == [0]
-
-
-def test_so_many_items_are_worked_on_at_once() -> None:
-    together = threading.Barrier(3)
-    each_of(lambda _: together.wait(20), range(3), 3)
 
 
 ENDS = """

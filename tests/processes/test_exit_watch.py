@@ -24,21 +24,13 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.close(reading)
 
 
-async def test_work_that_is_never_answered_ends_with_the_process(pipe: tuple[int, int]) -> None:
-    watch = ExitWatch("student/0", [pipe[0]])
-    work = asyncio.create_task(watch.within(asyncio.Event().wait()))
-    asyncio.get_running_loop().call_soon(os.close, pipe[1])
-    with pytest.raises(ProcessDied, match="student/0: its engine's process has ended"):
-        await asyncio.wait_for(work, 5)
-
-
 async def test_all_work_ends_and_what_comes_later_too(pipe: tuple[int, int]) -> None:
     watch = ExitWatch("student/0", [pipe[0]])
     works = [asyncio.create_task(watch.within(asyncio.Event().wait())) for _ in range(3)]
     asyncio.get_running_loop().call_soon(os.close, pipe[1])
     ended = await asyncio.gather(*works, return_exceptions=True)
     assert all(isinstance(error, ProcessDied) for error in ended)
-    with pytest.raises(ProcessDied):
+    with pytest.raises(ProcessDied, match="student/0: its engine's process has ended"):
         await asyncio.wait_for(watch.within(asyncio.Event().wait()), 5)
 
 
@@ -72,27 +64,32 @@ def error_of(engine: str, tmp_path: Path) -> str:
     return told.read_text()
 
 
-def test_the_error_quotes_what_the_engine_wrote_last(tmp_path: Path) -> None:
-    engine = "import sys; print('well'); sys.exit('MemoryError: none left')"
-    assert "the last error in its output: MemoryError: none left" in error_of(engine, tmp_path)
+@pytest.mark.parametrize(
+    ("engine", "quoted"),
+    [
+        (
+            "import sys; print('well'); sys.exit('MemoryError: none left')",
+            "the last error in its output: MemoryError: none left",
+        ),
+        (
+            "import os; [print('line', n, flush=True) for n in range(5)]; os.kill(os.getpid(), 9)",
+            "has no error and ends with: line 2 / line 3 / line 4",
+        ),
+    ],
+    ids=["its error", "killed"],
+)
+def test_the_error_quotes_the_engines_last_words(tmp_path: Path, engine: str, quoted: str) -> None:
+    assert quoted in error_of(engine, tmp_path)
 
 
-def test_the_error_of_a_killed_engine_quotes_the_last_lines_of_its_output(tmp_path: Path) -> None:
-    says = "import os; [print('line', n, flush=True) for n in range(5)]; os.kill(os.getpid(), 9)"
-    assert "has no error and ends with: line 2 / line 3 / line 4" in error_of(says, tmp_path)
-
-
-async def test_work_that_is_done_gives_its_result(pipe: tuple[int, int]) -> None:
-    assert await ExitWatch("student/0", [pipe[0]]).within(asyncio.sleep(0, 7)) == 7
-    os.close(pipe[1])
-
-
-async def test_an_error_of_the_work_is_its_own(pipe: tuple[int, int]) -> None:
+async def test_work_that_is_done_gives_its_result_or_its_error(pipe: tuple[int, int]) -> None:
     async def fails() -> None:
         raise ValueError("oh")
 
+    watch = ExitWatch("student/0", [pipe[0]])
+    assert await watch.within(asyncio.sleep(0, 7)) == 7
     with pytest.raises(ValueError, match="oh"):
-        await ExitWatch("student/0", [pipe[0]]).within(fails())
+        await watch.within(fails())
     os.close(pipe[1])
 
 

@@ -38,18 +38,15 @@ def test_what_is_not_held_is_asked_for_and_once_it_is_held_no_more() -> None:
     assert held.keep({"q": [sha(A)]}) == ()
 
 
-async def test_an_image_of_two_owners_is_gone_with_the_last_of_them() -> None:
-    held = holding(p=A, q=A)
-    held.drop(["p"])
-    assert await held.get([sha(A)]) == {sha(A): A}
-    held.drop(["q", "unknown"])
-    assert await held.get([sha(A)]) == {}
-    assert held.stats.nbytes == 0
-
-
-def test_an_image_counts_once() -> None:
+async def test_an_image_counts_once_and_is_gone_with_the_last_of_its_owners() -> None:
     held = holding(p=A, q=A, r=B)
     assert (held.stats.images, held.stats.nbytes, held.stats.added_bytes) == (2, 3, 3)
+    held.drop(["p"])
+    assert await held.get([sha(A)]) == {sha(A): A}
+    held.drop(["q", "r", "unknown"])
+    held.keep({}, encoded={sha(A): A})  # bytes that nobody keeps
+    assert await held.get([sha(A)]) == {}
+    assert (held.stats.images, held.stats.nbytes) == (0, 0)
 
 
 def test_bytes_of_another_image_are_refused() -> None:
@@ -57,20 +54,16 @@ def test_bytes_of_another_image_are_refused() -> None:
         HeldMedia().keep({"p": [sha(A)]}, encoded={sha(A): B})
 
 
-def test_bytes_that_nobody_keeps_are_not_held() -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["kept", "before all in flight are known"])
+async def test_an_image_that_is_still_to_come_is_waited_for(known: bool) -> None:
     held = HeldMedia()
-    held.keep({}, encoded={sha(A): A})
-    assert held.stats.images == 0
-
-
-async def test_an_image_that_is_still_to_come_is_waited_for() -> None:
-    held = HeldMedia()
-    held.keep({"p": [sha(A)]}, complete=True)
+    if known:
+        held.keep({"p": [sha(A)]}, complete=True)
     getting = asyncio.create_task(held.get([sha(A)]))
     await asyncio.sleep(0)
     assert not getting.done()
-    held.keep({}, encoded={sha(A): A})
-    assert await getting == {sha(A): A}
+    held.keep({} if known else {"q": [sha(B)]}, complete=True, encoded={sha(A): A} if known else {})
+    assert await getting == ({sha(A): A} if known else {})
 
 
 async def test_an_image_that_is_kept_is_waited_for_however_long_the_others_take_before_it() -> None:
@@ -105,24 +98,13 @@ async def test_an_image_that_is_dropped_before_it_comes_is_waited_for_no_longer(
     assert await asyncio.wait_for(getting, 5) == {sha(B): B}
 
 
-async def test_before_all_in_flight_are_known_an_unknown_image_is_waited_for() -> None:
-    held = HeldMedia()
-    getting = asyncio.create_task(held.get([sha(A)]))
-    await asyncio.sleep(0)
-    assert not getting.done()
-    held.keep({"q": [sha(B)]}, complete=True)
-    assert await getting == {}
-
-
 owners = st.sampled_from("pqrs")
 actions = st.lists(st.tuples(owners, st.none() | st.sets(st.integers(0, 4))), max_size=30)
 
 
 @given(actions)
 @examples(100)
-def test_held_is_what_somebody_keeps_whatever_happens(
-    done: list[tuple[str, set[int] | None]],
-) -> None:
+def test_held_is_what_somebody_keeps(done: list[tuple[str, set[int] | None]]) -> None:
     encoded = [bytes([number]) * (number + 1) for number in range(5)]
     held, model = HeldMedia(), dict[str, set[int]]()
     for owner, numbers in done:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from async_opd.core.batch import Batch
@@ -13,58 +11,36 @@ from async_opd.core.uid import is_traced
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_rollout
-from tests.world.clock import ManualTimer
+from tests.world.clock import ManualTimer, settle
 
 
 def batch(*uids: str) -> Batch:
     return Batch.pack(make_rollout(uid) for uid in uids)
 
 
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 async def passes(timer: ManualTimer, seconds: int) -> None:
     for _ in range(seconds):
         timer.advance(1)
-        await settle()
+        await settle(20)
 
 
-async def test_a_lease_is_renewed_while_its_holder_lives() -> None:
-    timer = ManualTimer()
-    queue = MessageQueue(("t",), 10, 1 << 20, 10.0, timer)
-    holder = LeaseHolder(queue, "x", timer)
-    await queue.put("t", batch("a"))
-    lease = await holder.get("t", 1)
-    await passes(timer, 100)
-    await holder.ack("t", lease.id)
-    assert (await queue.stats())["t"].expired == 0
-    holder.close()
-
-
-async def test_a_lease_of_a_holder_that_was_closed_expires() -> None:
-    timer = ManualTimer()
-    queue = MessageQueue(("t",), 10, 1 << 20, 10.0, timer)
-    holder = LeaseHolder(queue, "x", timer)
-    await queue.put("t", batch("a"))
-    await holder.get("t", 1)
-    holder.close()
-    await passes(timer, 11)
-    assert (await queue.stats())["t"].expired == 1
-
-
-async def test_a_lease_whose_answer_was_lost_expires_although_its_consumer_lives() -> None:
+async def test_a_lease_is_renewed_while_its_holder_lives_unless_its_answer_is_lost() -> None:
     timer = ManualTimer()
     queue = MessageQueue(("t",), 10, 1 << 20, 10.0, timer)
     holder = LeaseHolder(queue, "x", timer)
     await queue.put("t", batch("a", "b"))
     await queue.get("t", 1, consumer="x")  # nobody has this answer
-    await holder.get("t", 1)
+    lease = await holder.get("t", 1)
     await passes(timer, 11)
     stats = (await queue.stats())["t"]
     assert (stats.expired, stats.leased) == (1, 1)
+    await passes(timer, 89)
+    await holder.ack("t", lease.id)
+    await holder.get("t", 1)
+    assert (await queue.stats())["t"].expired == 1
     holder.close()
+    await passes(timer, 11)
+    assert (await queue.stats())["t"].expired == 2
 
 
 async def test_what_is_acknowledged_with_the_next_get_is_renewed_no_longer() -> None:
@@ -110,6 +86,6 @@ async def test_what_ends_the_renewals_is_raised_to_who_asks_for_more() -> None:
     holder = LeaseHolder(queue, "x")
     await queue.put("t", batch("a", "b"))
     await holder.get("t", 1)
-    await settle()
+    await settle(20)
     with pytest.raises(StageError, match="its process died"):
         await holder.get("t", 1)

@@ -49,53 +49,38 @@ def scores(kind: ScoreKind) -> Scores:
 
 
 @pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
-def test_a_sample_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: ScoreKind) -> None:
+def test_rollouts_and_samples_weigh_what_is_computed_and_an_item(kind: ScoreKind) -> None:
     rollout = make_rollout(tokens=R, prompt_tokens=1)
-    (header,) = Batch.pack([Sample(rollout, scores(kind))]).headers
+    if kind == "student_topk":
+        rollout = replace(rollout, topk_ids=np.zeros((R, K), np.int32))
+    (bare,) = Batch.pack([rollout]).headers
+    computed = R * rollout_bytes(kind, K)
+    assert computed <= bare.nbytes <= computed + ITEM_BYTES
+    (header,) = Batch.pack([Sample(replace(rollout, topk_ids=None), scores(kind))]).headers
     computed = R * sample_bytes(kind, K, H, 2)
     assert computed <= header.nbytes <= computed + ITEM_BYTES
 
 
-@pytest.mark.parametrize("kind", ["sampled", "student_topk"])
-def test_a_rollout_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: ScoreKind) -> None:
-    rollout = make_rollout(tokens=R, prompt_tokens=1)
-    if kind == "student_topk":
-        rollout = replace(rollout, topk_ids=np.zeros((R, K), np.int32))
-    (header,) = Batch.pack([rollout]).headers
-    computed = R * rollout_bytes(kind, K)
-    assert computed <= header.nbytes <= computed + ITEM_BYTES
-
-
-def test_top_64_of_32k_tokens_has_16_mib_and_states_of_width_4096_256_mib() -> None:
-    assert 32768 * score_bytes("teacher_topk", 64) == (16 << 20) + 8 * 32768
-    assert 32768 * score_bytes("hidden", 0, 4096, 2) == 256 << 20
-
-
 @pytest.mark.parametrize(
-    ("overrides", "sample"),
+    ("loss", "device", "sample"),
     [
-        (["loss={kind: k2}"], 12),
-        (["loss={kind: forward_kl, top_k: 8}"], 16 + 64),
-        (["loss={kind: forward_kl, support: student_topk, top_k: 8}"], 16 + 64),
-        (["loss={kind: forward_kl, support: full_vocab}"], 8 + 128 * 4),
+        ("{kind: k2}", "cpu", 12),
+        ("{kind: forward_kl, top_k: 8}", "cpu", 16 + 64),
+        ("{kind: forward_kl, support: student_topk, top_k: 8}", "cpu", 16 + 64),
+        ("{kind: forward_kl, support: full_vocab}", "cpu", 8 + 128 * 4),
+        ("{kind: forward_kl, support: full_vocab}", "cuda", 8 + 128 * 2),
     ],
 )
-def test_the_bytes_of_a_token_follow_from_the_objective(overrides: list[str], sample: int) -> None:
-    assert {one.sample for one in payloads(config(*overrides), "cpu")} == {sample}
-
-
-def test_states_of_engines_on_a_gpu_have_half_the_bytes() -> None:
-    full = config("loss={kind: forward_kl, support: full_vocab}")
-    assert {one.sample for one in payloads(full, "cuda")} == {8 + 128 * 2}
+def test_the_bytes_of_a_token_follow_the_objective(loss: str, device: str, sample: int) -> None:
+    assert {one.sample for one in payloads(config(f"loss={loss}"), device)} == {sample}
 
 
 def test_a_call_has_as_many_tokens_as_its_answer_may_weigh() -> None:
+    assert 32768 * score_bytes("teacher_topk", 64) == (16 << 20) + 8 * 32768
+    assert 32768 * score_bytes("hidden", 0, 4096, 2) == 256 << 20
     payload = Payload("t", "teacher_topk", 8, 528)
     assert payload.call_tokens * payload.sample <= MESSAGE_BYTES
     assert (payload.call_tokens + 1) * payload.sample > MESSAGE_BYTES
-
-
-def test_a_call_has_a_token_however_much_one_weighs() -> None:
     assert Payload("t", "hidden", 8, 2 * MESSAGE_BYTES).call_tokens == 1
 
 
@@ -119,16 +104,15 @@ def test_a_step_moves_a_batch_of_the_longest_samples() -> None:
     assert found.step_rollouts == 64 * (ITEM_BYTES + 400 + 32768 * 8)
 
 
-def test_the_queue_holds_no_more_than_is_in_flight() -> None:
-    made = config(*long(), "queue.max_mib=1000000")
+@pytest.mark.parametrize(
+    ("max_mib", "whole", "samples"),
+    [(1_000_000, 0, 2 * 4 * 64), (32, 3 * MESSAGE_BYTES, 2 * 64)],
+    ids=["what is in flight", "its bounds and what the trainer has taken"],
+)
+def test_the_queue_holds_no_more_than_it_may(max_mib: int, whole: int, samples: int) -> None:
+    made = config(*long(), f"queue.max_mib={max_mib}")
     found = traffic(made, payloads(made, "cpu"), 0)
-    assert found.queue == 2 * 4 * 64 * found.sample
-
-
-def test_the_queue_holds_no_more_than_its_bounds_and_what_the_trainer_has_taken() -> None:
-    made = config(*long(), "queue.max_mib=32")
-    found = traffic(made, payloads(made, "cpu"), 0)
-    assert found.queue == 3 * MESSAGE_BYTES + 2 * 64 * found.sample
+    assert found.queue == whole + samples * found.sample
 
 
 def test_a_sample_that_the_queue_cannot_hold_is_refused_with_what_it_takes() -> None:
@@ -139,9 +123,6 @@ def test_a_sample_that_the_queue_cannot_hold_is_refused_with_what_it_takes() -> 
     assert key == "queue.max_mib"
     assert "rollout.max_tokens 32768 may have 16.5 MiB" in message
     assert "at least 17" in remedy
-
-
-def test_a_sample_that_just_fits_is_not_refused() -> None:
     made = config(*long(), "queue.max_mib=17")
     assert refused(made, traffic(made, payloads(made, "cpu"), 0)) is None
 
@@ -179,12 +160,8 @@ def test_prompts_are_asked_in_calls_whose_answers_are_one_message() -> None:
     parts = list(calls(prompts, sampling))
     assert [prompt.uid for part in parts for prompt in part] == [p.uid for p in prompts]
     assert max(map(len, parts)) == MESSAGE_BYTES // (8 * (8 * 32768 + ITEM_BYTES + 64))
-
-
-def test_short_answers_are_asked_for_in_one_call() -> None:
-    sampling = SamplingSpec(max_tokens=256, temperature=1.0, top_p=1.0, n=1)
-    prompts = [make_prompt(f"p{index}") for index in range(1000)]
-    assert len(list(calls(prompts, sampling))) == 1
+    short = SamplingSpec(max_tokens=256, temperature=1.0, top_p=1.0, n=1)
+    assert len(list(calls(prompts * 10, short))) == 1
 
 
 @pytest.mark.parametrize(("every", "keep", "steps"), [(10, 2, 80), (10, 9, 200), (0, 2, 200)])
@@ -221,9 +198,6 @@ def test_an_image_goes_once_to_the_queue_a_student_its_teacher_and_each_rank(
     overrides: list[str], copies: float
 ) -> None:
     assert image_copies(config(*overrides), "sort") == pytest.approx(copies)
-
-
-def test_the_bytes_of_images_are_those_of_prompts_that_have_some() -> None:
     said = images_in_words(config("rollout.n=8"), [("sort", 1 << 20), ("sort", 3 << 20)])
     assert "images: 2.0 MiB a prompt that has some, 3.0 MiB at most" in said
     assert "0.5 times at most" in said

@@ -14,7 +14,7 @@ from async_opd.core.errors import QueueClosed
 from async_opd.queue.topic import Topic
 from tests.conftest import make_rollout
 from tests.properties import examples
-from tests.world.clock import ManualTimer
+from tests.world.clock import ManualTimer, settle
 
 
 def topic(
@@ -30,65 +30,58 @@ def batch(*uids: str) -> Batch:
     return Batch.pack(make_rollout(uid) for uid in uids)
 
 
+ONE = batch("a/0").nbytes
+"""Bytes of one of these rollouts."""
+
+
 def uids(lease: Any) -> list[str]:
     return [header.uid for b in lease.batches for header in b.headers]
 
 
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-async def test_samples_come_out_in_the_order_they_went_in() -> None:
+async def test_a_get_takes_no_more_than_it_asked_for_in_order_and_splits_a_batch_for_it() -> None:
     queue = topic()
-    await queue.put(batch("a/0", "b/0"))
-    await queue.put(batch("c/0"))
-    assert uids(await queue.get(10)) == ["a/0", "b/0", "c/0"]
-
-
-async def test_a_get_takes_no_more_than_it_asked_for_and_splits_a_batch_for_it() -> None:
-    queue = topic()
+    await queue.put(Batch.pack([]))
     await queue.put(batch("a/0", "b/0", "c/0"))
+    await queue.put(batch("d/0"))
+    assert queue.stats.put == 4
     assert uids(await queue.get(2)) == ["a/0", "b/0"]
-    assert uids(await queue.get(2)) == ["c/0"]
+    lease = await queue.get(9)
+    assert [item.uid for b in lease.batches for item in b.unpack()] == ["c/0", "d/0"]
 
 
-async def test_a_split_batch_still_decodes_to_the_same_rollouts() -> None:
-    queue = topic()
-    await queue.put(batch("a/0", "b/0", "c/0"))
-    await queue.get(1)
-    lease = await queue.get(2)
-    assert [item.uid for b in lease.batches for item in b.unpack()] == ["b/0", "c/0"]
-
-
-async def test_a_get_waits_until_at_least_so_many_are_there() -> None:
-    queue = topic()
-    waiting = asyncio.create_task(queue.get(3, 3))
-    await queue.put(batch("a/0", "b/0"))
-    await settle()
+@pytest.mark.parametrize(
+    ("at_least", "lease_bytes", "payloads", "came"),
+    [(3, MESSAGE_BYTES, True, 3), (5, 2 * ONE, True, 2), (2, 1, False, 2)],
+    ids=["all", "what a lease may carry", "headers, whatever a lease may carry"],
+)
+async def test_a_get_waits_until_at_least_so_many_are_there(
+    at_least: int, lease_bytes: int, payloads: bool, came: int
+) -> None:
+    queue = topic(lease_bytes=lease_bytes)
+    waiting = asyncio.create_task(queue.get(at_least, at_least, payloads=payloads))
+    for uid in ("a/0", "b/0", "c/0")[: came - 1]:
+        await queue.put(batch(uid))
+    await settle(5)
     assert not waiting.done()
-    await queue.put(batch("c/0"))
-    assert len(await waiting) == 3
+    await queue.put(batch("z/0"))
+    assert len(uids(await waiting)) == came
+    with pytest.raises(ValueError, match="cannot wait for 5"):  # it could never be served
+        await topic(max_samples=4).get(5, 5)
 
 
-async def test_a_put_waits_while_the_topic_is_full_and_goes_on_after_an_ack() -> None:
-    queue = topic(max_samples=1)
+@pytest.mark.parametrize("payloads", [True, False])
+@pytest.mark.parametrize("bound", [{"max_samples": 1}, {"max_bytes": ONE}])
+async def test_a_put_waits_while_the_topic_is_full_and_goes_on_after_an_ack(
+    bound: dict[str, int], payloads: bool
+) -> None:
+    queue = topic(**bound)
     await queue.put(batch("a/0"))
     waiting = asyncio.create_task(queue.put(batch("b/0")))
-    lease = await queue.get(1)
-    await settle()
+    lease = await queue.get(1, payloads=payloads)
+    await settle(5)
     assert not waiting.done()
     queue.ack(lease.id)
     await waiting
-
-
-async def test_the_byte_bound_makes_a_put_wait_too() -> None:
-    queue = topic(max_bytes=batch("a/0").nbytes)
-    await queue.put(batch("a/0"))
-    waiting = asyncio.create_task(queue.put(batch("b/0")))
-    await settle()
-    assert not waiting.done()
-    waiting.cancel()
 
 
 async def test_a_consumer_that_waits_for_more_than_the_byte_bound_holds_is_still_served() -> None:
@@ -99,82 +92,29 @@ async def test_a_consumer_that_waits_for_more_than_the_byte_bound_holds_is_still
     assert len(await waiting) == 3
 
 
-async def test_a_get_that_could_never_be_served_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot wait for 5"):
-        await topic(max_samples=4).get(5, 5)
-
-
-async def test_a_returned_lease_comes_back_first() -> None:
-    queue = topic()
-    await queue.put(batch("a/0"))
-    await queue.put(batch("b/0"))
-    lease = await queue.get(1)
-    assert queue.nack(lease.id)
-    assert uids(await queue.get(1)) == ["a/0"]
-
-
-async def test_an_expired_lease_comes_back_and_its_ack_is_refused() -> None:
-    timer = ManualTimer()
-    queue = topic(timer=timer)
-    await queue.put(batch("a/0"))
-    lease = await queue.get(1)
-    timer.advance(11)
-    assert not queue.ack(lease.id)
-    assert uids(await queue.get(1)) == ["a/0"]
-
-
-async def test_a_lease_that_is_renewed_in_time_does_not_expire() -> None:
-    timer = ManualTimer()
-    queue = topic(timer=timer)
-    await queue.put(batch("a/0"))
-    lease = await queue.get(1)
+async def test_a_lease_expires_a_full_time_after_it_was_renewed_last_and_comes_back_first() -> None:
+    timer, told = ManualTimer(), list[str]()
+    queue = Topic(100, 1 << 20, 10.0, timer, told.append)
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    lease = await queue.get(2, consumer="scorer#1")
     for _ in range(5):
         timer.advance(9)
         queue.renew([lease.id])
-    assert queue.stats.expired == 0
-    assert queue.ack(lease.id)
-
-
-async def test_a_lease_expires_a_full_time_after_it_was_renewed_last() -> None:
-    timer = ManualTimer()
-    queue = topic(timer=timer)
-    await queue.put(batch("a/0"))
-    lease = await queue.get(1)
-    timer.advance(9)
-    queue.renew([lease.id])
     timer.advance(9)
     assert queue.stats.expired == 0
     timer.advance(1)
-    assert queue.stats.expired == 1
-
-
-async def test_a_lease_that_expired_is_not_brought_back_by_renewing_it() -> None:
-    timer = ManualTimer()
-    queue = topic(timer=timer)
-    await queue.put(batch("a/0"))
-    lease = await queue.get(1)
-    timer.advance(11)
-    queue.renew([lease.id])
-    assert (queue.stats.ready, queue.stats.leased) == (1, 0)
-
-
-async def test_an_expired_lease_is_told_with_its_holder_its_size_and_a_remedy() -> None:
-    timer, told = ManualTimer(), list[str]()
-    queue = Topic(100, 1 << 20, 10.0, timer, told.append)
-    await queue.put(batch("a/0", "b/0"))
-    await queue.get(2, consumer="scorer#1")
-    timer.advance(11)
+    assert queue.stats.expired == 2
     (line,) = told
-    assert line.startswith("2 samples went back: scorer#1 took them 0 s ago")
+    assert line.startswith("2 samples went back: scorer#1 took them")
     assert "did not renew their lease for 10 s" in line
     assert "raise queue.lease_s" in line
-
-
-async def test_an_acknowledged_lease_does_not_expire() -> None:
-    timer = ManualTimer()
-    queue = topic(timer=timer)
-    await queue.put(batch("a/0"))
-    queue.ack((await queue.get(1)).id)
+    queue.renew([lease.id])
+    assert (queue.ack(lease.id), queue.stats.ready, queue.stats.leased) == (False, 3, 0)
+    again = await queue.get(1)
+    assert queue.nack(again.id)
+    acked = await queue.get(3)
+    assert uids(acked) == ["a/0", "b/0", "c/0"]
+    queue.ack(acked.id)
     timer.advance(100)
     assert queue.stats.ready == 0
 
@@ -207,12 +147,6 @@ async def test_closing_wakes_every_waiter_with_an_error() -> None:
     queue.close()
     with pytest.raises(QueueClosed):
         await getting
-
-
-async def test_an_empty_batch_is_an_ordinary_case() -> None:
-    queue = topic()
-    await queue.put(Batch.pack([]))
-    assert queue.stats.put == 0
 
 
 @examples(60)
@@ -270,22 +204,15 @@ async def test_a_shared_get_takes_an_even_part_of_what_is_there() -> None:
     assert [len(await taker) for taker in takers] == [3, 2, 2]
 
 
-async def test_releasing_a_consumer_gives_back_its_leases_in_order() -> None:
+async def test_releasing_a_consumer_gives_back_its_leases_and_no_others() -> None:
     given = topic()
-    await given.put(batch("a", "b", "c"))
-    await given.get(1, consumer="x")
-    await given.get(1, consumer="x")
-    assert given.release("x") == 2
-    assert uids(await given.get(3)) == ["a", "b", "c"]
-
-
-async def test_releasing_leaves_the_leases_of_others_alone() -> None:
-    given = topic()
-    await given.put(batch("a", "b"))
-    await given.get(1, consumer="x")
-    await given.get(1, consumer="y")
-    assert given.release("y") == 1
-    assert given.stats.leased == 1
+    await given.put(batch("a", "b", "c", "d"))
+    for consumer in "xxy":
+        await given.get(1, consumer=consumer)
+    assert (given.release("x"), given.stats.leased) == (2, 1)
+    assert uids(await given.get(3)) == ["a", "b", "d"]
+    with pytest.raises(QueueClosed, match="was released as dead"):
+        await given.get(1, consumer="x")
 
 
 async def test_a_released_consumer_that_still_waits_takes_nothing_along() -> None:
@@ -299,47 +226,18 @@ async def test_a_released_consumer_that_still_waits_takes_nothing_along() -> Non
         await waiting
 
 
-async def test_a_released_consumer_gets_nothing_any_more() -> None:
-    given = topic()
-    given.release("x")
-    with pytest.raises(QueueClosed, match="was released as dead"):
-        await given.get(1, consumer="x")
-
-
-ONE = batch("a/0").nbytes
-"""Bytes of one of these rollouts."""
-
-
-async def test_a_lease_ends_before_its_bytes_are_too_many() -> None:
+async def test_a_lease_ends_before_its_bytes_or_tokens_are_too_many() -> None:
     queue = topic(lease_bytes=2 * ONE)
     await queue.put(batch("a/0", "b/0", "c/0"))
-    await queue.put(batch("d/0", "e/0"))
+    await queue.put(batch("d/0", "e/0", "f/0", "g/0"))
     assert uids(await queue.get(10)) == ["a/0", "b/0"]
     assert uids(await queue.get(10)) == ["c/0", "d/0"]
-
-
-async def test_a_sample_larger_than_a_lease_travels_alone() -> None:
-    queue = topic(lease_bytes=ONE - 1)
-    await queue.put(batch("a/0", "b/0"))
-    assert uids(await queue.get(10)) == ["a/0"]
-
-
-async def test_who_waits_for_more_than_a_lease_may_carry_gets_what_it_may() -> None:
-    queue = topic(lease_bytes=2 * ONE)
-    waiting = asyncio.create_task(queue.get(5, 5))
-    await queue.put(batch("a/0"))
-    await settle()
-    assert not waiting.done()
-    await queue.put(batch("b/0"))
-    assert uids(await waiting) == ["a/0", "b/0"]
-
-
-async def test_a_lease_ends_before_its_tokens_are_too_many() -> None:
-    queue = topic()
-    await queue.put(batch("a/0", "b/0", "c/0"))
     tokens = batch("a/0").tokens
-    assert uids(await queue.get(10, tokens=2 * tokens)) == ["a/0", "b/0"]
-    assert uids(await queue.get(10, tokens=tokens - 1)) == ["c/0"]
+    assert uids(await queue.get(10, tokens=2 * tokens)) == ["e/0", "f/0"]
+    assert uids(await queue.get(10, tokens=tokens - 1)) == ["g/0"]
+    large = topic(lease_bytes=ONE - 1)
+    await large.put(batch("a/0", "b/0"))
+    assert uids(await large.get(10)) == ["a/0"]  # alone
 
 
 async def test_the_contents_of_some_samples_are_theirs_leased_or_ready() -> None:
@@ -362,16 +260,6 @@ async def test_a_lease_of_headers_has_them_all_whatever_their_bytes_and_no_paylo
     assert (lease.nbytes, queue.stats.nbytes) == (0, 3 * one)
 
 
-async def test_a_wait_for_headers_goes_on_when_a_lease_of_payloads_would_be_full() -> None:
-    queue = topic(lease_bytes=1)
-    await queue.put(batch("a/0"))
-    waiting = asyncio.create_task(queue.get(2, 2, payloads=False))
-    await settle()
-    assert not waiting.done()
-    await queue.put(batch("b/0"))
-    assert uids(await waiting) == ["a/0", "b/0"]
-
-
 async def test_payloads_are_fetched_under_their_lease_and_stay_there() -> None:
     queue = topic()
     await queue.put(batch("a/0", "b/0", "c/0"))
@@ -383,18 +271,6 @@ async def test_payloads_are_fetched_under_their_lease_and_stay_there() -> None:
     assert (len(queue.fetch(lease.id, ["a/0"])), queue.stats.nbytes) == (0, 0)
 
 
-async def test_leased_headers_hold_their_bytes_until_they_are_acknowledged() -> None:
-    one = batch("a/0")
-    queue = topic(max_bytes=one.nbytes)
-    await queue.put(one)
-    lease = await queue.get(1, payloads=False)
-    putting = asyncio.create_task(queue.put(batch("b/0")))
-    await settle()
-    assert not putting.done()
-    queue.ack(lease.id)
-    await putting
-
-
 @examples(100)
 @given(
     batches=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), min_size=1, max_size=8),
@@ -404,11 +280,7 @@ async def test_leased_headers_hold_their_bytes_until_they_are_acknowledged() -> 
     at_least=st.integers(1, 4),
 )
 def test_every_lease_is_one_sample_or_within_all_its_bounds_and_loses_none(
-    batches: list[list[int]],
-    lease_items: int,
-    tokens: int | None,
-    ends: list[str],
-    at_least: int,
+    batches: list[list[int]], lease_items: int, tokens: int | None, ends: list[str], at_least: int
 ) -> None:
     made = [
         Batch.pack(make_rollout(f"{i}-{j}/0", tokens=size) for j, size in enumerate(sizes))

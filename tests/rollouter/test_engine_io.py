@@ -40,26 +40,20 @@ def test_the_sampled_tokens_and_the_best_are_distinguished() -> None:
     assert (found.response_ids.dtype, found.topk_ids.dtype) == (np.int32, np.int32)
 
 
-def test_without_a_top_k_a_rollout_has_none() -> None:
+def test_without_a_top_k_a_rollout_has_none_and_version_spans_are_the_engines() -> None:
     found = rollout(output([4, 5], top_k=0, finish="length"), 0)
     assert (found.topk_ids, found.finish_reason) == (None, "length")
     assert found.rollout_logprobs.tolist() == [-4, -5]
-
-
-def test_the_engines_version_spans_are_the_rollouts() -> None:
     spans = [SimpleNamespace(version=v, start=s, end=e) for v, s, e in (("3", 0, 1), ("4", 1, 2))]
     found = rollout(output([7, 8], top_k=0, versions=spans), 0)
     assert found.version_spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
 
 
-def test_the_experts_of_a_mixtures_engine_are_the_rollouts() -> None:
+def test_experts_are_the_engines_and_an_empty_response_is_a_rollout() -> None:
     found = output([7, 8], top_k=0)
     tokens = len(make_prompt("p", "sort").token_ids) + 2
     found.routed_experts = np.ones((tokens - 1, 3, 2), np.uint8)
     assert rollout(found, 0).routed_experts is found.routed_experts
-
-
-def test_an_empty_response_is_a_rollout() -> None:
     found = rollout(output([], top_k=2), 2)
     assert (len(found.response_ids), found.version_spans) == (0, ())
 

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.slow
         ({"max_num_seqs": 64, "max_num_batched_tokens": 8192}, 70),
     ],
 )
-def test_held_rows_have_seats_of_their_own_where_vllm_takes_so_many(
-    given: dict[str, Any], seats: int
-) -> None:
+def test_held_rows_have_seats_where_vllm_takes_them(given: dict[str, Any], seats: int) -> None:
     """vLLM refuses more seats than tokens of a step; one seat keeps a response's batch its own."""
     from rollouter.held_rows import with_seats
 

@@ -72,9 +72,7 @@ async def test_a_put_after_an_error_is_tried_again() -> None:
     assert queue.batches == [["b/0"]]
 
 
-async def test_what_gathered_leaves_in_messages_of_bounded_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_messages_have_bounded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Batch.packed
     most = 2 * Batch.pack([make_rollout("a/0")]).nbytes
     monkeypatch.setattr(Batch, "packed", lambda items: packed(items, most))
@@ -85,9 +83,7 @@ async def test_what_gathered_leaves_in_messages_of_bounded_bytes(
     assert queue.batches == [["a/0"], ["b/0", "c/0"], ["d/0"]]
 
 
-async def test_an_error_of_one_message_leaves_the_others_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_error_of_a_message_is_that_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Batch.packed
     monkeypatch.setattr(Batch, "packed", lambda items: packed(items, 1))
     box, queue = outbox()
@@ -99,7 +95,7 @@ async def test_an_error_of_one_message_leaves_the_others_alone(
             raise QueueClosed("closed")
         await put(topic, batch)
 
-    queue.put = refuses_b  # type: ignore[method-assign]
+    queue.put = refuses_b
     queue.gate.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), QueueClosed, type(None)]

@@ -61,9 +61,11 @@ async def test_the_text_of_all_spans_of_the_student_is_graded(student: str) -> N
     assert (await grading(student).grade(turns)).reward == 1
 
 
-async def test_the_row_travels_no_further(student: str) -> None:
+async def test_the_row_travels_no_further_and_is_needed(student: str) -> None:
     graded = await grading(student).grade(rollout(student, "012"))
     assert graded.prompt.row is None
+    with pytest.raises(StageError, match="without its prompt's row"):
+        await grading(student).grade(make_rollout())
 
 
 @pytest.mark.parametrize(
@@ -78,8 +80,3 @@ async def test_what_a_grader_does_wrong_is_reported_with_the_rollout(
     with pytest.raises(GradeError, match=rf"rollout 0:7#0/1: .*{fault}"):
         await made.grade(rollout(student, "012"))
     made.close()
-
-
-async def test_a_prompt_without_its_row_is_an_error(student: str) -> None:
-    with pytest.raises(StageError, match="without its prompt's row"):
-        await grading(student).grade(make_rollout())

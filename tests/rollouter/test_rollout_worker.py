@@ -13,12 +13,11 @@ import pytest
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
-from async_opd.core.stages import DEAD, PROMPTS, SamplingSpec
+from async_opd.core.stages import DEAD, PROMPTS
 from async_opd.grading.graders import GradeError
 from async_opd.queue.message_queue import MessageQueue
 from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import Slots
-from rollouter.stage import RollouterStage
 from tests.conftest import make_prompt, make_rollout
 from tests.world.clock import settle
 from tests.world.queue import message_queue
@@ -95,20 +94,16 @@ async def working() -> AsyncIterator[Working]:
     made.task.cancel()
 
 
-async def test_every_member_of_a_group_is_sampled(working: Working) -> None:
-    await working.gets("p", n=3)
-    assert working.engine.asked == ["p/0", "p/1", "p/2"]
-
-
-async def test_a_lease_is_acknowledged_although_no_further_prompts_come(working: Working) -> None:
-    await working.gets("p", answers=2)
+async def test_no_rollout_waits_for_its_group_and_no_lease_for_prompts(working: Working) -> None:
+    await working.gets("p", answers=1)
+    assert len(await working.rollouts()) == 1
+    working.engine.answers.release()
+    await settle()
     stats = await working.stats()
     assert (stats.acked, stats.leased) == (1, 0)
 
 
-async def test_of_a_worker_that_is_stopped_nothing_more_reaches_the_queue(
-    working: Working,
-) -> None:
+async def test_a_stopped_worker_puts_nothing_more_into_the_queue(working: Working) -> None:
     await working.gets("p")
     await working.worker.stop()
     await asyncio.wait_for(working.task, 5)
@@ -175,23 +170,6 @@ async def test_a_rollout_whose_own_log_probabilities_are_not_finite_is_a_dead_le
     working.task.cancel()
 
 
-async def test_an_evaluation_that_a_prompt_ends_kills_no_replica() -> None:
-    class Refusing:
-        async def generate(self, prompts: object, sampling: object) -> list[Rollout]:
-            raise RolloutFault("student", "the engine refuses p/0")
-
-    replicas: Any = {"student/0": Refusing(), "student/1": Refusing()}
-    stage = RollouterStage(replicas, message_queue("math"))
-    with pytest.raises(RolloutFault, match="refuses p/0"):
-        await stage.generate([make_prompt("p")], SamplingSpec(4, 0.0, 1.0, 1))
-    assert len(stage.members.serving) == 2
-
-
-async def test_a_finished_rollout_does_not_wait_for_its_group(working: Working) -> None:
-    await working.gets("p", answers=1)
-    assert len(await working.rollouts()) == 1
-
-
 async def test_no_more_is_taken_than_there_is_room_for() -> None:
     working = Working(4)
     await working.gets(*(f"p{i}" for i in range(10)))
@@ -207,21 +185,3 @@ async def test_replicas_share_the_prompts_evenly() -> None:
     assert [len(one.engine.asked) for one in workers] == [4, 4, 4, 4]
     for one in workers:
         one.task.cancel()
-
-
-async def test_a_failure_of_the_engine_ends_the_loop_with_it(working: Working) -> None:
-    working.engine.fails = True
-    await working.gets("p", answers=1)
-    with pytest.raises(StageError, match="its process died"):
-        await asyncio.wait_for(working.task, 5)
-
-
-async def test_the_leases_of_a_dead_replica_go_to_the_others(working: Working) -> None:
-    await working.gets("p", "q")
-    working.task.cancel()
-    await asyncio.gather(working.task, return_exceptions=True)
-    assert await working.queue.release(PROMPTS, "student/0") == 2
-    other = Working(name="student/1", messages=working.queue)
-    await settle()
-    assert other.engine.asked == ["p/0", "p/1", "q/0", "q/1"]
-    other.task.cancel()

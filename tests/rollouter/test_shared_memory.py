@@ -75,9 +75,7 @@ def group(together: Together, size: int) -> tuple[SharedMemorySender, list[Share
     return sender, [one.result() for one in joined]
 
 
-def test_all_receivers_of_all_groups_read_the_same_memory_sync_after_sync(
-    together: Together,
-) -> None:
+def test_all_receivers_read_the_same_memory_sync_after_sync(together: Together) -> None:
     groups, before = [group(together, 3), group(together, 2)], memories().keys()
     for value in (1.0, 2.0):
         for sender, receivers in groups:
@@ -105,9 +103,7 @@ def test_the_memory_is_no_file_of_any_folder(together: Together) -> None:
     assert all(link.endswith("(deleted)") for link in memories().values())
 
 
-def test_after_a_broadcast_that_broke_off_the_next_one_is_in_other_memory(
-    together: Together,
-) -> None:
+def test_after_a_broken_broadcast_the_next_is_in_other_memory(together: Together) -> None:
     """A receiver that is late may still read the one before."""
     sender, (receiver,) = group(together, 2)
     together(partial(sender.broadcast, weights(1.0), META), partial(received, receiver))
@@ -156,9 +152,7 @@ def test_a_receiver_has_what_a_trainer_that_was_killed_has_sent_and_nothing_more
         receiver.receive(16, BOUND_S)
 
 
-def test_without_room_for_the_weights_the_error_names_them_and_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_room_the_error_has_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

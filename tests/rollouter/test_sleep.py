@@ -114,15 +114,11 @@ async def test_an_engine_of_which_a_worker_fails_to_wake_up_takes_no_requests() 
     assert student._gate.closed
 
 
-async def test_an_idle_replica_waits_for_prompts() -> None:
+async def test_an_idle_replica_waits_for_prompts_and_one_that_sleeps_for_its_gpu() -> None:
     student = replica_on(Engine())
     assert await waits_for(student) == "prompts (admission)"
     with student._activity.busy():
         assert await waits_for(student) == ""
-
-
-async def test_a_replica_that_sleeps_waits_for_its_gpu() -> None:
-    student = replica_on(Engine())
     await student.sleep()
     assert await waits_for(student) == "its GPU, which others use"
 
@@ -131,13 +127,6 @@ async def test_a_paused_replica_waits_for_the_newest_weights() -> None:
     student = replica_on(Engine())
     await student.pause("keep")
     assert await waits_for(student) == "the newest weights"
-
-
-async def test_with_weights_of_two_versions_a_replica_waits_for_weights_whatever_is_in_flight() -> (
-    None
-):
-    student = replica_on(Engine())
-    await student.pause("keep")
     student._mixed = "some weights were replaced"
     with student._activity.busy():
         assert await waits_for(student) == "the newest weights"

@@ -41,16 +41,6 @@ async def test_one_that_is_cancelled_while_it_waits_takes_no_slot_along() -> Non
     assert (slots.running, await asyncio.wait_for(slots.room(), 5)) == (0, 1)
 
 
-async def test_room_is_in_groups_and_there_is_some_as_soon_as_one_slot_is_free() -> None:
-    assert await Slots(10, group_size=4).room() == 2
-    slots, release = Slots(2, group_size=4), asyncio.Event()
-    task = asyncio.create_task(hold(slots, release))
-    await settle(5)
-    assert await slots.room() == 1
-    release.set()
-    await task
-
-
 async def test_there_is_no_room_while_somebody_waits_for_a_slot() -> None:
     slots, release = Slots(1), asyncio.Event()
     tasks = [asyncio.create_task(hold(slots, release)) for _ in range(2)]
@@ -63,11 +53,24 @@ async def test_there_is_no_room_while_somebody_waits_for_a_slot() -> None:
     assert await asyncio.wait_for(room, 5) == 1
 
 
-def test_an_engine_that_takes_everything_gets_more_up_to_a_few_that_wait() -> None:
+async def test_room_is_in_groups_and_there_is_some_as_soon_as_one_slot_is_free() -> None:
+    assert await Slots(10, group_size=4).room() == 2
+    slots, release = Slots(2, group_size=4), asyncio.Event()
+    task = asyncio.create_task(hold(slots, release))
+    await settle(5)
+    assert await slots.room() == 1
+    release.set()
+    await task
+
+
+def test_few_wait_in_an_engine_adaptive_or_fixed() -> None:
+    """Held rows wait for all requests that wait in the engine before them."""
     limit = AdaptiveLimit(32, limit=8)
     for _ in range(100):
         limit.observe(EngineLoad(min(limit.limit, 32), max(0, limit.limit - 32), 0, 0.3))
     assert limit.limit == 34
+    found = [first_limit(given, 256) for given in ("auto", 32, 256, 1000)]
+    assert found == [272, 32, 256, 272]
 
 
 @pytest.mark.parametrize(
@@ -86,14 +89,8 @@ def test_the_limit_comes_down_to_the_running_requests_where_the_kv_cache_is_shor
     assert AdaptiveLimit(64, **given).observe(load) == limit
 
 
-@given(
-    capacity=st.integers(1, 200),
-    max_num_seqs=st.integers(1, 128),
-    start=st.integers(1, 128),
-)
-def test_the_limit_settles_at_what_the_engine_holds(
-    capacity: int, max_num_seqs: int, start: int
-) -> None:
+@given(capacity=st.integers(1, 200), max_num_seqs=st.integers(1, 128), start=st.integers(1, 128))
+def test_the_limit_settles_at_the_capacity(capacity: int, max_num_seqs: int, start: int) -> None:
     limit = AdaptiveLimit(max_num_seqs, limit=min(start, max_num_seqs))
     for _ in range(400):  # an engine whose KV cache holds so many requests
         running = min(limit.limit, max_num_seqs, capacity)
@@ -101,9 +98,3 @@ def test_the_limit_settles_at_what_the_engine_holds(
         limit.observe(EngineLoad(running, waiting, 0, running / capacity))
     held = min(max_num_seqs, capacity)
     assert 0.85 * held - 1 <= limit.limit <= limit.max_limit
-
-
-def test_a_fixed_concurrency_keeps_the_engines_own_line_short() -> None:
-    """Held rows wait for all requests that wait in the engine before them."""
-    found = [first_limit(given, 256) for given in ("auto", 32, 256, 1000)]
-    assert found == [272, 32, 256, 272]

@@ -17,11 +17,8 @@ def spec(seed: int | None) -> StudentEngineSpec:
     return StudentEngineSpec("student/0", {}, SamplingSpec(8, 1.0, 1.0, 2), (2,), "gloo", seed=seed)
 
 
-def test_without_a_seed_rollouts_have_none() -> None:
-    assert spec(None).seed_of("p/0") is None
-
-
 def test_a_rollouts_seed_depends_on_the_runs_seed_and_its_uid_only() -> None:
+    assert spec(None).seed_of("p/0") is None
     assert spec(1).seed_of("p/0") == spec(1).seed_of("p/0") == 3727694994002388282
     assert len({spec(1).seed_of("p/0"), spec(2).seed_of("p/0"), spec(1).seed_of("p/1")}) == 3
 
@@ -44,9 +41,11 @@ def engine_arguments(lora: LoraConfig | None) -> dict[str, object]:
     return made(train={"lora": lora}).kwargs
 
 
-def test_an_engine_that_applies_adapters_has_room_for_one_of_their_rank() -> None:
+def test_an_engine_that_applies_adapters_has_room_for_one_and_that_of_merged_weights_none() -> None:
     found = engine_arguments(LoraConfig(rank=5, sync="adapter"))
     assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 1, 8)
+    assert "enable_lora" not in engine_arguments(LoraConfig(rank=5))
+    assert engine_arguments(LoraConfig(rank=5)) == engine_arguments(None)
 
 
 def test_an_engine_wraps_no_layer_but_those_with_an_adapter() -> None:
@@ -57,17 +56,10 @@ def test_an_engine_wraps_no_layer_but_those_with_an_adapter() -> None:
     assert engine_arguments(some)["lora_target_modules"] == ["q_proj", "v_proj"]
 
 
-def test_an_engine_that_gets_merged_weights_has_no_lora() -> None:
-    assert "enable_lora" not in engine_arguments(LoraConfig(rank=5))
-    assert engine_arguments(LoraConfig(rank=5)) == engine_arguments(None)
-
-
 IMAGES = {"train": "none.jsonl", "max_images": 2}
 
 
-def test_an_engine_of_a_vision_model_takes_the_datas_images_and_one_of_text_none(
-    tmp_path: Path,
-) -> None:
+def test_an_engine_of_a_vision_model_takes_the_datas_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
     student = {"model": str(tmp_path), "processor_kwargs": {"max_pixels": 784}}
     found = made(student=student, data=IMAGES).kwargs

@@ -34,17 +34,13 @@ def seen() -> dict[str, Any]:
     return asyncio.run(scenario())
 
 
-def test_both_workers_get_the_weights_or_keep_the_old_ones_if_a_transfer_breaks_off(
-    seen: dict[str, Any],
-) -> None:
+def test_both_workers_get_the_weights_or_keep_the_old_ones(seen: dict[str, Any]) -> None:
     words, distance = seen["broken off"]
     assert "broke off" in words
     assert max(seen["first"], distance, seen["after it"]) < 1e-4
 
 
-def test_after_a_load_that_breaks_off_both_workers_wait_for_the_next_transfer(
-    seen: dict[str, Any],
-) -> None:
+def test_after_a_broken_load_both_wait_for_the_next_transfer(seen: dict[str, Any]) -> None:
     transfer, resume, paused = seen["mixed"]
     assert "broke off" in transfer
     assert "it stays paused: update_weights failed in its engine: worker 0" in resume

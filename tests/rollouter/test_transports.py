@@ -18,7 +18,7 @@ from async_opd.config.registry import TRANSPORTS
 from async_opd.config.sections.train import SyncConfig
 from async_opd.core.errors import StageError
 from async_opd.weight_sync.layout import WeightMeta
-from rollouter.transports import AUTO, chosen, chunks, transport
+from rollouter.transports import chosen, chunks, transport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 HERE = Path(__file__).parent
@@ -85,8 +85,10 @@ def test_a_third_transport_is_one_module_and_one_entry(tmp_path: Path) -> None:
     assert (said["module"], said["same"]) == ("third", [True, True])
 
 
-def test_the_config_takes_the_names_of_the_registry_and_auto() -> None:
+def test_the_config_takes_the_names_of_the_registry_and_nccl_needs_a_gpu() -> None:
     assert get_args(SyncConfig.model_fields["backend"].annotation) == ("auto", *TRANSPORTS)
+    with pytest.raises(StageError, match="is nccl but the pools are on CPU"):
+        chosen("nccl", "cpu")
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -95,16 +97,6 @@ def test_every_entry_is_a_module_with_both_ends(name: str) -> None:
     assert set(module.DEVICES) <= {"cpu", "cuda"}
     assert callable(module.sender)
     assert callable(module.receiver)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_auto_is_a_transport_that_works_there(device: str) -> None:
-    assert chosen("auto", device) == AUTO[device]  # type: ignore[arg-type]
-
-
-def test_nccl_without_a_gpu_is_refused() -> None:
-    with pytest.raises(StageError, match="is nccl but the pools are on CPU"):
-        chosen("nccl", "cpu")
 
 
 def test_the_driver_and_the_trainer_get_no_vllm_and_no_torch_with_the_modules() -> None:

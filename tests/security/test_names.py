@@ -132,6 +132,7 @@ def old(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["watch", "report", "compare"])
+@pytest.mark.usefixtures("one_bundle")
 def test_a_run_that_had_them_is_still_read_and_commands_no_terminal(old: Path, name: str) -> None:
     runs = [str(old)] * (1 + (name == "compare"))
     said = command(name, *runs, *(["--out", str(old / "c.html")] if name == "compare" else []))

@@ -124,9 +124,11 @@ FILES: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.usefixtures("one_bundle")
 def test_the_readers_of_a_run_directory_end_with_what_is_left_of_it(
-    run_dir: Path, tmp_path: Path, name: str
+    run_dir: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("async_opd.tools.watch.SILENT_S", 0.0)
     (run_dir / name).write_text(FILES[name])
     assert command("report", str(run_dir), "--no-plan").code == 0
     assert command("compare", str(run_dir), "--out", str(tmp_path / "c.html")).code == 0

@@ -31,6 +31,7 @@ from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
 from async_opd.observability.wandb_sink import WandbSink
 from async_opd.processes.run_lock import run_lock
 from tests.trainer.models import tiny_model
+from tests.world.config import run_config
 from trainer.saving.export import save_model
 
 LONGEST_S = 30
@@ -44,15 +45,7 @@ Use = Callable[[Path], object]
 
 
 def config() -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "n",
-            "student": {"model": "m"},
-            "teachers": {"t": {"model": "m"}},
-            "data": {"train": ["d.jsonl"]},
-            "log": {"console": "off", "wandb": "off"},
-        }
-    )
+    return run_config(name="n", log={"console": "off", "wandb": "off"})
 
 
 def runs(run_dir: Path) -> None:

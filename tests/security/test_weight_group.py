@@ -23,7 +23,6 @@ import async_opd.weight_sync.rendezvous as rendezvous_module
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories
 from async_opd.cluster.actor_shell import Remote
-from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError, WeightSyncError
 from async_opd.models.engine_args import LOOPBACK
 from async_opd.weight_sync.gloo_group import gloo_group
@@ -40,6 +39,7 @@ from rollouter.transports import nccl as nccl_transport
 from rollouter.transports.chunks import chunk_info
 from rollouter.transports.gloo import GlooReceiver, GlooSender
 from rollouter.transports.nccl import NcclSender
+from tests.world.config import run_config
 from trainer.publisher import Publisher
 
 HERE = "127.0.0.1"
@@ -348,15 +348,7 @@ async def test_collectives_of_a_local_run_listen_on_the_loopback(
         return SimpleNamespace()
 
     monkeypatch.setattr(Remote, "create", create)
-    config = RunConfig.model_validate(
-        {
-            "name": "n",
-            "student": {"model": "m"},
-            "teachers": {"t": {"model": "m"}},
-            "data": {"train": ["d.jsonl"]},
-            "cluster": {"address": address},
-        }
-    )
+    config = run_config(name="n", cluster={"address": address})
     actor_factory = ActorFactory(config, "cpu", (), Factories(), lambda text: None)
     await actor_factory.create(actor_names.trainer(0), env={"OMP_NUM_THREADS": "1"})
     assert seen == [{"OMP_NUM_THREADS": "1", **expected}]

@@ -103,8 +103,6 @@ WHOLE = answer(SOUND[0])
     ],
     ids=["another length", "a token twice", "others", "rollouts", "cut off"],
 )
-def test_an_answer_that_does_not_fit_is_an_error_with_its_cause(
-    asked: Batch, given: Batch, cause: str
-) -> None:
+def test_an_answer_that_does_not_fit_is_an_error(asked: Batch, given: Batch, cause: str) -> None:
     with pytest.raises(StageError, match=cause):
         check("t", asked, given)

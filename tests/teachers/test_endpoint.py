@@ -82,16 +82,13 @@ ROLLOUT = make_rollout(tokens=4)  # response 0, 1, 2, 3: tokens 1 and 2 are amon
 # ── answers ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_vllm_answer_becomes_the_k_best_and_the_sampled_token_of_each_response_position() -> None:
+def test_a_vllm_answer_becomes_the_k_best_and_the_sampled_token() -> None:
     """A sampled token that is one of the best is found there."""
     scores = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 2)), ROLLOUT, 2)
     assert isinstance(scores, TopK)
     np.testing.assert_array_equal(scores.ids, [[1, 2]] * 4)
     np.testing.assert_allclose(scores.logprobs, [[-0.5, -1.5]] * 4)
     np.testing.assert_allclose(scores.sampled_logprobs, [-7.5, -0.5, -1.5, -7.5])
-
-
-def test_without_top_k_there_is_the_sampled_token_only() -> None:
     scores = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 0)), ROLLOUT, 0)
     assert isinstance(scores, SampledLogprobs)
     assert scores.logprobs.shape == (4,)
@@ -157,16 +154,13 @@ def test_a_server_gets_images_as_data_urls_and_their_places_as_token_ids() -> No
     assert request.body["sampling_params"]["prompt_logprobs"] == 2
 
 
-def test_scores_behind_images_are_those_of_the_last_rows() -> None:
+def test_scores_behind_images_are_those_of_the_last_rows_and_fewer_are_refused() -> None:
     rows = [None, *[{"90": entry(-3)}] * 5, *vllm_rows(ROLLOUT, 2)[1:]]
     answer = json.dumps({"choices": [{"token_ids": [1]}], "prompt_logprobs": rows}).encode()
     expected: Any = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 2)), ROLLOUT, 2)
     found: Any = VllmApi("m").scores(answer, SEEN, 2)
     np.testing.assert_array_equal(found.logprobs, expected.logprobs)
     np.testing.assert_array_equal(found.sampled_logprobs, expected.sampled_logprobs)
-
-
-def test_fewer_rows_than_tokens_behind_images_are_refused() -> None:
     rows = vllm_rows(ROLLOUT, 2)[:-1]
     answer = json.dumps({"choices": [{"token_ids": [1]}], "prompt_logprobs": rows}).encode()
     with pytest.raises(ValueError, match="tokens instead of"):
@@ -182,9 +176,7 @@ SAMPLED = parts().filter(lambda after: any(n for who, n in after if who == "stud
 
 @pytest.mark.parametrize("name", SERVERS)
 @given(after=SAMPLED, top_k=st.sampled_from([0, 2]))
-def test_scores_of_several_spans_are_what_the_server_says_of_each_sampled_token(
-    name: str, after: Parts, top_k: int
-) -> None:
+def test_scores_of_spans_are_those_of_each_token(name: str, after: Parts, top_k: int) -> None:
     (api, server), rollout = SERVERS[name], sequence("p/0", after)
     scores = api.scores(server(api.score(rollout, top_k).body), rollout, top_k)
     expected = np.array([value(at) for at in sampled_positions(rollout)], np.float32)
@@ -217,7 +209,7 @@ GARBAGE = {
     "not the sampled token": vllm_answer([*ROWS[:-1], {"77": entry(-1), "78": entry(-2)}]),
     "an empty position": vllm_answer([*ROWS[:-1], None]),
     "NaN": vllm_answer([*ROWS[:-1], {"3": entry(float("nan")), "1": entry(-1)}]),
-    "no number": vllm_answer([*ROWS[:-1], {"3": entry("x"), "1": entry(-1)}]),  # type: ignore[arg-type]
+    "no number": vllm_answer([*ROWS[:-1], {"3": entry("x"), "1": entry(-1)}]),
     "infinity": vllm_answer([*ROWS[:-1], {"3": entry(-1e999), "1": entry(-1)}]),
     "a negative token": vllm_answer([*ROWS[:-1], {"3": entry(-1), "-4": entry(-1)}]),
     "a huge token": vllm_answer([*ROWS[:-1], {"3": entry(-1), str(1 << 40): entry(-1)}]),
@@ -313,7 +305,7 @@ async def test_a_batch_comes_back_as_samples_in_order() -> None:
     rollouts = [make_rollout(f"p{index}/0", tokens=index) for index in range(7)]
     samples = await scored(good, *rollouts)
     assert all(isinstance(sample, Sample) for sample in samples)
-    assert [sample.rollout.uid for sample in samples] == [r.uid for r in rollouts]  # type: ignore[union-attr]
+    assert [sample.rollout.uid for sample in samples] == [r.uid for r in rollouts]
 
 
 async def test_no_more_requests_than_concurrency_are_in_flight() -> None:
@@ -331,7 +323,7 @@ async def test_no_more_requests_than_concurrency_are_in_flight() -> None:
     assert most == 3
 
 
-async def test_the_key_is_sent_as_a_bearer_token() -> None:
+async def test_the_key_is_sent_as_a_bearer_token_and_in_no_text_or_error() -> None:
     seen = []
 
     async def note(request: web.Request) -> web.Response:
@@ -340,9 +332,6 @@ async def test_the_key_is_sent_as_a_bearer_token() -> None:
 
     await scored(note)
     assert seen == [f"Bearer {KEY}"]
-
-
-async def test_the_key_is_in_no_text_of_its_own_and_in_no_error() -> None:
     with pytest.raises(StageError) as caught:
         await scored(answers(status=401, text="no"))
     assert KEY not in f"{SPEC!r}{SPEC}{caught.value!r}{caught.value}"
@@ -385,12 +374,9 @@ async def test_a_connection_that_breaks_in_the_answer_is_an_error() -> None:
         await scored(half)
 
 
-async def test_a_token_the_student_does_not_have_is_refused() -> None:
+async def test_a_token_the_student_lacks_and_garbage_are_errors_with_a_remedy() -> None:
     with pytest.raises(StageError, match="token 2, the student has only 2"):
         await scored(good, vocabulary=2)
-
-
-async def test_garbage_is_an_error_with_a_remedy() -> None:
     with pytest.raises(StageError, match="does not fit the request") as caught:
         await scored(answers(body=GARBAGE["too few positions"]))
     assert "teachers.*.api" in caught.value.remedy

@@ -15,16 +15,12 @@ def gap(meter: ScoringMeter) -> tuple[float, float]:
     return counters["gap"], counters["gap_tokens"]
 
 
-def test_the_gap_is_summed_over_the_tokens_of_all_samples() -> None:
+def test_the_gap_is_summed_over_tokens_and_counters_start_again_after_each_report() -> None:
     meter = ScoringMeter()
     two, one = make_rollout(tokens=2), make_rollout(tokens=1)  # all at -1
     topk = TopK(np.zeros((1, 3), np.int32), np.zeros((1, 3), np.float32), np.float32([-4.0]))
     meter.add([Sample(two, SampledLogprobs(np.float32([-1.5, -2.0]))), Sample(one, topk)])
     assert gap(meter) == (-4.5, 3.0)
-
-
-def test_every_counter_starts_again_after_each_report() -> None:
-    meter = ScoringMeter()
     meter.add([Sample(make_rollout(tokens=1), SampledLogprobs(np.float32([-1.5])))])
     assert meter.report().counters["samples"] == 1
     again = meter.report().counters

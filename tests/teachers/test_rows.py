@@ -97,7 +97,6 @@ def asked_of(rollout: Rollout, kind: str) -> RowRequest:
     if kind == "states":
         return RowRequest(rollout.rows)
     sampled = rollout.response_ids[:, None]
-    assert rollout.topk_ids is not None
     ids = np.hstack([sampled, rollout.topk_ids]) if kind == "given" else sampled
     return RowRequest(rollout.rows, ids.tobytes(), ids.shape[1], 0 if kind == "given" else K)
 
@@ -122,9 +121,7 @@ SAMPLED = parts(longest=3).filter(lambda after: any(n for of, n in after if of =
     kind=st.sampled_from(["best", "given", "states"]),
     cuts=st.sets(st.integers(1, 20)),
 )
-def test_rows_of_several_spans_are_those_of_each_sampled_token_asked_for_alone(
-    after: Parts, kind: str, cuts: set[int]
-) -> None:
+def test_rows_of_spans_are_those_of_tokens_alone(after: Parts, kind: str, cuts: set[int]) -> None:
     rollout = sequence("p/0", after, vocabulary=VOCABULARY, top_k=2)
     hidden, asked, scores = states(rollout.tokens), asked_of(rollout, kind), scorer()
     scores.add("r", asked)
@@ -175,9 +172,12 @@ def test_log_probabilities_are_those_of_the_tempered_teacher(temperature: float)
     np.testing.assert_allclose(found[:, VOCABULARY:], expected.topk(K).values, atol=1e-5)
 
 
-def test_temperature_1_changes_no_bit() -> None:
+def test_temperature_1_changes_no_bit_and_no_other_the_order_of_the_best_or_states() -> None:
     plain = wanted(0, ids_of(3), K)
     assert torch.equal(answer(plain), answer(replace(plain, temperature=1.0)))
+    ids = [answer(tempered(ids_of(3), t))[:, -K:].tolist() for t in (0.5, 1.0, 4.0)]
+    assert ids[0] == ids[1] == ids[2]
+    assert torch.equal(answer(RowRequest(((0, 3),), temperature=2.0)), states(3))
 
 
 def test_a_hot_teacher_knows_nothing_and_a_cold_one_only_its_best_token() -> None:
@@ -189,15 +189,6 @@ def test_a_hot_teacher_knows_nothing_and_a_cold_one_only_its_best_token() -> Non
     cold = numbers(answer(tempered(every, 1e-4)), VOCABULARY, K)[:, VOCABULARY:]
     assert cold[:, 0].tolist() == [0, 0, 0]
     assert (cold[:, 1:] < -100).all()
-
-
-def test_a_temperature_keeps_the_order_of_the_best() -> None:
-    ids = [answer(tempered(ids_of(3), t))[:, -K:].tolist() for t in (0.5, 1.0, 4.0)]
-    assert ids[0] == ids[1] == ids[2]
-
-
-def test_hidden_states_know_no_temperature() -> None:
-    assert torch.equal(answer(RowRequest(((0, 3),), temperature=2.0)), states(3))
 
 
 def test_requests_of_two_temperatures_may_share_a_step() -> None:
@@ -238,11 +229,14 @@ def test_states_of_bfloat16_are_its_bits() -> None:
     torch.testing.assert_close(found.view(torch.bfloat16), hidden)
 
 
-def test_a_token_the_head_has_no_row_for_is_impossible() -> None:
+def test_a_token_without_a_row_is_impossible_and_aborted_requests_are_forgotten() -> None:
     scores = scorer()
     scores.add("r", wanted(0, np.array([[VOCABULARY, 0]])))
     found = numbers(scores.step(states(1), [Chunk("r", 0, 1, 0)])["r"], 2)
     assert np.isinf(found).tolist() == [[True, False]]
+    scores.add("r", wanted(0, ids_of(1)))
+    scores.keep_only({"s"})
+    assert scores.step(states(1), [Chunk("r", 0, 1, 0)]) == {}
 
 
 @pytest.mark.parametrize("support", ["its own", "given"])
@@ -263,11 +257,8 @@ def test_the_rest_of_a_support_is_exact_however_little_it_is(mass: float, suppor
     np.testing.assert_allclose(rest_of(found, K * own), np.log(mass), rtol=1e-6, atol=2e-6)
 
 
-def test_the_sampled_token_alone_has_no_rest() -> None:
+def test_the_sampled_token_alone_has_no_rest_and_is_no_part_of_a_given_support() -> None:
     assert answer(wanted(0, ids_of(2, 1))).shape == (2, 1)
-
-
-def test_the_sampled_token_is_no_part_of_a_given_support() -> None:
     found = answer(wanted(0, np.array([[5, 1, 2]])))
     expected = table(states(1)).scatter(1, torch.tensor([[1, 2]]), -torch.inf).logsumexp(1)
     np.testing.assert_allclose(rest_of(found), expected, atol=1e-5)
@@ -291,34 +282,8 @@ def test_a_prompt_of_which_the_cache_held_all_but_its_last_row_is_answered() -> 
     np.testing.assert_allclose(numbers(found, 2), expected, atol=1e-5)
 
 
-def test_a_row_that_the_cache_held_makes_the_answer_empty_when_the_prompt_is_through() -> None:
-    scores = scorer()
-    scores.add("r", wanted(2, ids_of(4)))
-    assert scores.step(states(1), [Chunk("r", 4, 5, 0)]) == {}
-    assert len(scores.step(states(1), [Chunk("r", 5, 6, 0)])["r"]) == 0
-
-
-def test_a_preempted_request_starts_again_where_it_likes() -> None:
-    scores, hidden, ids = scorer(), states(6), ids_of(4)
-    scores.add("r", wanted(2, ids))
-    scores.step(hidden[:4], [Chunk("r", 0, 4, 0)])
-    found = scores.step(hidden[3:], [Chunk("r", 3, 6, 0)])["r"]
-    expected = table(hidden[2:]).gather(1, torch.from_numpy(ids))
-    np.testing.assert_allclose(numbers(found, 2), expected, atol=1e-5)
-
-
-def test_aborted_requests_are_forgotten() -> None:
-    scores = scorer()
-    scores.add("r", wanted(0, ids_of(1)))
-    scores.keep_only({"s"})
-    assert scores.step(states(1), [Chunk("r", 0, 1, 0)]) == {}
-
-
-def test_other_requests_have_nothing_to_score() -> None:
+def test_a_request_survives_the_way_to_the_worker_and_others_have_none() -> None:
     assert RowRequest.of(None) is None
     assert RowRequest.of({"kv": 1}) is None
-
-
-def test_what_is_wanted_survives_the_way_to_the_worker() -> None:
     asked = tempered(ids_of(2), 0.7)
     assert RowRequest.of(asked.arguments()) == asked

@@ -52,8 +52,8 @@ def scoring(engine: Engine, kind: str, temperature: float = 1.0) -> Any:
     from teachers.spec import TeacherEngineSpec
 
     top_k = K if kind.endswith("topk") else 0
-    spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, temperature)  # type: ignore[arg-type]
-    return RequestScoring(spec, engine)  # type: ignore[arg-type]
+    spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, temperature)
+    return RequestScoring(spec, engine)
 
 
 async def score(engine: Engine, kind: str, tokens: int = 2, temperature: float = 1.0) -> Any:
@@ -143,9 +143,7 @@ async def test_a_row_that_was_in_the_prefix_cache_is_asked_for_again_without_it(
         ([0, 7, 7], False),  # the block with the first token of the response is the same
     ],
 )
-async def test_a_rollout_that_begins_like_another_does_not_read_the_cache(
-    second: list[int], cached: bool
-) -> None:
+async def test_one_like_another_does_not_read_the_cache(second: list[int], cached: bool) -> None:
     engine, first = Engine(*[bits(np.full((3, 1), -1.0))] * 2), rollout(3)
     made = scoring(engine, "sampled")
     await made.score(first, "a")

@@ -159,20 +159,16 @@ async def test_the_end_of_a_replica_is_an_event_before_anything_is_scored() -> N
 async def test_a_teacher_without_any_replica_left_ends_the_stage_with_its_name() -> None:
     async with stage(FakeTeacher(dead=True)) as made:
         await made.put(many(1))
-        assert made.running is not None
         with pytest.raises(BaseExceptionGroup) as caught:
             await asyncio.wait_for(made.running, 5)
         assert caught.group_contains(NoReplica, match="teacher t: all 1 replicas are gone", depth=1)
 
 
-async def test_a_stage_that_is_shut_down_ends_what_it_rebuilt() -> None:
+async def test_a_stage_that_ends_closes_its_rebuild_and_one_that_hands_over_does_not() -> None:
     rebuild = FakeRebuild()
     async with stage(FakeTeacher(), rebuild=rebuild):
         await settle()
     assert rebuild.closed
-
-
-async def test_a_stage_that_hands_over_ends_no_replica_and_names_those_of_now() -> None:
     rebuild, fake = FakeRebuild(), FakeTeacher()
     async with stage(fake, rebuild=rebuild) as made:
         assert await made.scorer.hand_over() == ({"t": [fake]}, rebuild)
@@ -198,9 +194,7 @@ async def test_one_call_has_no_more_tokens_than_its_answer_may_weigh(hosted: boo
         assert sorted(map(len, fake.scored)) == [1, 2, 2]
 
 
-async def test_samples_enter_the_queue_in_messages_of_bounded_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_messages_of_samples_have_bounded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = Batch.messages
     monkeypatch.setattr(Batch, "messages", lambda batches: messages(batches, 1))
     async with stage(FakeTeacher()) as made:
@@ -210,15 +204,13 @@ async def test_samples_enter_the_queue_in_messages_of_bounded_bytes(
             sizes.append(len(batch))
             await put(topic, batch)
 
-        made.queue.put = watched  # type: ignore[method-assign]
+        made.queue.put = watched
         await put(TOPIC, many(3))
         await made.scored(3, 3)
         assert sizes == [1, 1, 1]
 
 
-async def test_large_answers_are_checked_beside_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_large_answers_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[bool] = []
 
     def check(name: str, batch: Batch, samples: Batch) -> None:
@@ -254,9 +246,7 @@ async def test_a_stage_that_hands_over_ends_its_scoring_phase_with_every_teacher
 
 
 @pytest.mark.parametrize("dead", [False, True], ids=["asleep", "ended"])
-async def test_a_stage_that_hands_over_before_it_has_run_leaves_no_teacher_awake(
-    dead: bool,
-) -> None:
+async def test_a_hand_over_before_the_run_leaves_no_teacher_awake(dead: bool) -> None:
     """One that does not go to sleep, because its process has died, is ended."""
     left_awake = FakeTeacher(dead=dead)
     async with stage(left_awake, hosted=True, starts=False) as made:
@@ -274,9 +264,7 @@ async def test_a_teacher_that_died_between_two_phases_is_rebuilt_in_its_turn_onl
         assert [teacher.awake for teacher in rebuild.made] == [False]
 
 
-async def test_a_scoring_phase_that_is_asked_of_the_next_stage_ends_when_its_teachers_sleep() -> (
-    None
-):
+async def test_a_scoring_phase_of_the_next_stage_ends_when_teachers_sleep() -> None:
     left_awake = FakeTeacher(bed=asyncio.Event())
     async with stage(left_awake, hosted=True, starts=False) as made:
         phase = asyncio.create_task(made.scorer.take_turn("rollout"))
@@ -323,9 +311,7 @@ async def in_a_scoring_phase() -> AsyncIterator[
         await asyncio.wait({phase})
 
 
-async def test_the_teachers_count_as_asleep_when_the_scoring_phase_of_a_dead_caller_has_ended() -> (
-    None
-):
+async def test_teachers_are_asleep_after_the_phase_of_a_dead_caller() -> None:
     async with in_a_scoring_phase() as (scorer, teacher, gate, _):
         waiting = asyncio.create_task(scorer.wait_asleep("rollout"))
         await settle()
@@ -345,9 +331,7 @@ async def test_a_second_scoring_phase_begins_when_the_first_has_ended() -> None:
         assert not teacher.awake
 
 
-async def test_a_stage_that_ends_in_a_scoring_phase_does_not_answer_that_its_teachers_sleep() -> (
-    None
-):
+async def test_a_stage_that_ends_in_a_phase_answers_with_an_error() -> None:
     async with in_a_scoring_phase() as (scorer, _, _, phase):
         waiting = asyncio.create_task(scorer.wait_asleep("rollout"))
         await settle()

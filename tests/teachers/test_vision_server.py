@@ -63,7 +63,7 @@ async def replica(
         await made.close()
 
 
-async def test_scores_of_a_server_behind_images_are_those_of_transformers(
+async def test_scores_behind_images_are_transformers(
     replica: EndpointReplica, folder: Path
 ) -> None:
     reference = Transformers(folder)
@@ -90,9 +90,7 @@ async def test_a_server_answers_prompts_with_images(replica: EndpointReplica, fo
         assert table.argmax(axis=1).tolist() == one.response_ids.tolist()
 
 
-async def test_a_server_refuses_more_images_than_it_takes_in_its_own_words(
-    replica: EndpointReplica, folder: Path
-) -> None:
+async def test_a_server_refuses_more_images(replica: EndpointReplica, folder: Path) -> None:
     placeholder = Transformers(folder).processor.placeholder_id
     two = prompt_of("two", placeholder)
     three = replace(

@@ -18,6 +18,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
 from async_opd.observability.metric_catalogue import panels
 from async_opd.tools import dashboard as made
+from tests.world.config import run_config
 
 pytestmark = pytest.mark.slow
 
@@ -25,14 +26,7 @@ pytest.importorskip("wandb_workspaces")
 
 
 def config() -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"sort": {"model": "teacher"}},
-            "data": {"train": "train.jsonl"},
-            "log": {"project": "our-project"},
-        }
-    )
+    return run_config(teachers={"sort": {"model": "teacher"}}, log={"project": "our-project"})
 
 
 def test_the_librarys_own_model_accepts_the_json_and_has_every_panel() -> None:

@@ -21,25 +21,25 @@ from trainer.student.sharding import full_tensor
 VOCABULARY = 32
 
 
-def tiny_model(seed: int = 0) -> Any:
-    """Two layers, tied embeddings, float32."""
+def tiny_model(seed: int = 0, **sizes: Any) -> Any:
+    """Two layers, tied embeddings, float32; with other ``sizes`` of its config."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    return Qwen3ForCausalLM(config)
+    usual = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "attn_implementation": "sdpa",
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**usual | sizes))
 
 
 def new_rank(model: Any, train: TrainConfig, **more: Any) -> Rank:
@@ -95,3 +95,16 @@ def random_sample(index: int, response: int, k: int = 0, prompt: int = 3) -> Sam
 def load_student(config: RunConfig, device: torch.device) -> Any:
     """The whole model in float32 on the device, in eval mode, with the attention that trains."""
     return fill_student(empty_student(config, device), config, device)
+
+
+def samples_of(*sizes: int, k: int = 6, first: int = 0) -> list[Sample]:
+    """Random samples with responses of these sizes."""
+    return [random_sample(first + index, size, k=k) for index, size in enumerate(sizes)]
+
+
+def bare_stage(learner: Any, batcher: Any = None, publisher: Any = None, **parts: Any) -> Any:
+    """A training stage of these parts."""
+    from trainer.stage import TrainerStage
+
+    given = {"max_version_lag": None, "model_dir": "", **parts}
+    return TrainerStage(learner, publisher, batcher, **given)

@@ -40,7 +40,6 @@ def config_of(kind: str, **values: Any) -> Any:
 
 def _divergence_of(kind: str) -> DivergenceFunction:
     term = build_objective(config_of(kind)).term
-    assert isinstance(term, OnTopK)
     return term.divergence
 
 
@@ -59,12 +58,28 @@ class Case:
 
     logits: torch.Tensor
     teacher: torch.Tensor
-    tokens: Tokens
+    tokens: Any
 
     def states(self) -> Case:
         """The same teacher as hidden states, of which the head is the identity."""
-        states = (TeacherStates("t", 0, self.teacher),)
-        return replace(self, tokens=replace(self.tokens, teacher_ids=None, teacher_states=states))
+        return self.having(teacher_ids=None, teacher_states=(TeacherStates("t", 0, self.teacher),))
+
+    def on(self, tail: Tail | None) -> Case:
+        """Itself, or by hidden states where the support is the vocabulary."""
+        return self.states() if tail is None else self
+
+    def having(self, **tokens: Any) -> Case:
+        """The same with other fields of the tokens."""
+        return replace(self, tokens=replace(self.tokens, **tokens))
+
+    def log_q(self, temperature: float = 1.0) -> torch.Tensor:
+        """Of the targets, [N], by autograd."""
+        table = (self.logits / temperature).log_softmax(-1)
+        return table.gather(-1, self.tokens.targets[:, None])[:, 0]
+
+    def ratio(self, temperature: float = 1.0) -> torch.Tensor:
+        """q over mu of the targets."""
+        return (self.log_q(temperature) - self.tokens.rollout_logprobs).exp()
 
 
 class Identity:
@@ -123,7 +138,6 @@ def outcomes(x: Case, tail: Tail | None, logits: torch.Tensor) -> tuple[torch.Te
     log_q, log_p = logits.log_softmax(-1), x.teacher
     if tail is None:
         return log_p, log_q
-    assert x.tokens.teacher_ids is not None
     ids = x.tokens.teacher_ids
     p, q = log_p.gather(-1, ids), log_q.gather(-1, ids)
     if tail == "renormalize":
@@ -173,6 +187,15 @@ def estimate(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tenso
 
 def gradients(*losses: torch.Tensor, by: torch.Tensor) -> list[torch.Tensor]:
     return [torch.autograd.grad(loss, by, retain_graph=True)[0] for loss in losses]
+
+
+def assert_same(
+    loss: torch.Tensor, expected: torch.Tensor, by: torch.Tensor, atol: float = 1e-12
+) -> None:
+    """Both values, and their gradients."""
+    assert torch.allclose(loss, expected, rtol=1e-9, atol=atol)
+    ours, theirs = gradients(loss, expected, by=by)
+    assert torch.allclose(ours, theirs, atol=atol)
 
 
 def term(divergence: DivergenceFunction, tail: Tail | None, clamp: float | None = None) -> Term:

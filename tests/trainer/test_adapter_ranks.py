@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +10,26 @@ import pytest
 import torch
 
 from async_opd.config.sections.train import LoraConfig, TrainConfig
-from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
+from tests.trainer.ranks import mesh_of, on_ranks
 from tests.trainer.states import restore, state_of
-from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
+from trainer.rank_group import RankSpec
 from trainer.student.adapters import LORA, add_adapters
-from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow
 
-RANKS, CPU = 2, torch.device("cpu")
+RANKS = 2
 LORA_5 = LoraConfig(rank=5, alpha=10)
 """Two ranks divide five rows of A unequally."""
 SIZES = [5, 1, 9, 3, 0, 7, 2]
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 CASES: dict[str, dict[str, Any]] = {
     "shard": {"ranks": RANKS, "dtype": "float32"},
     "shard, bfloat16": {"ranks": RANKS, "dtype": "bfloat16"},
-    "replicate × context": {
-        "ranks": 4,
-        "replicate": 2,
-        "context_parallel": 2,
-        "dtype": "float32",
-    },
+    "replicate × context": {"ranks": 4, "replicate": 2, "context_parallel": 2, "dtype": "float32"},
 }
 
 
@@ -47,8 +40,7 @@ def rank_of(spec: RankSpec | None, case: dict[str, Any]) -> Rank:
     train = TrainConfig(
         lr=1e-2, warmup_steps=0, tokens_per_micro_batch=16, max_grad_norm=0.5, **layout
     )
-    mesh = None if spec is None else join_mesh(spec, CPU, train.replicate)
-    return new_rank(model, train, mesh=mesh)
+    return new_rank(model, train, mesh=mesh_of(spec, train.replicate))
 
 
 def found_by(learner: Learner, folder: Path) -> dict[str, Any]:
@@ -66,26 +58,16 @@ def found_by(learner: Learner, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "state": state, "weights": weights, "again": again}
 
 
-def several_ranks(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
-        found = found_by(Learner(rank_of(spec, case), rank_group=rank_group), folder)
-        torch.save(found, folder / "found.pt")
-
-    def follow(spec: RankSpec) -> Follower:
-        return Follower(rank_of(spec, case))
-
-    in_processes(case["ranks"], lead, follow, 120)
-    return torch.load(folder / "found.pt", weights_only=True)  # type: ignore[no-any-return]
-
-
 @pytest.fixture(scope="module", params=CASES)
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, Any], dict[str, Any], Path]:
     """The precision, what one rank found, what several found, and their folder."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("ranks")
-    one = found_by(Learner(rank_of(None, case), rank_group=SINGLE_RANK), folder / "one")
-    return case["dtype"], one, several_ranks(case, folder), folder
+    one = found_by(Learner(rank_of(None, case)), folder / "one")
+    work = partial(found_by, folder=folder)
+    several = on_ranks(case["ranks"], lambda spec: rank_of(spec, case), work)
+    return case["dtype"], one, several, folder
 
 
 def test_several_ranks_train_adapters_as_one_does(both: Any) -> None:
@@ -119,32 +101,3 @@ def test_the_model_that_several_ranks_save_is_merged(both: Any) -> None:
     assert saved.keys() == two["again"].keys()
     assert all(torch.allclose(saved[n].float(), two["again"][n]) for n in saved)
     assert (folder / "model" / "adapter" / "adapter_model.safetensors").exists()
-
-
-def test_ranks_that_read_their_own_weights_have_the_same_adapters_and_the_base(
-    tmp_path: Path,
-) -> None:
-    """The student is made on meta and sharded there, its adapters are not."""
-    from safetensors.torch import load_file
-
-    from async_opd.config.load import load_config
-    from trainer.build import build_rank
-
-    config = load_config(EXAMPLES / "lora.yaml", [])
-
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
-        learner = Learner(build_rank(config, "cpu", spec), rank_group=rank_group)
-        found = {"weights": dict(learner.named_weights()), "state": state_of(learner)}
-        torch.save(found, tmp_path / "found.pt")
-
-    def follow(spec: RankSpec) -> Follower:
-        return Follower(build_rank(config, "cpu", spec))
-
-    in_processes(RANKS, lead, follow, 120)
-    found = torch.load(tmp_path / "found.pt", weights_only=True)
-    stored = load_file(EXAMPLES / "quickstart" / "models" / "student" / "model.safetensors")
-    assert found["weights"].keys() == stored.keys()
-    assert all(torch.equal(found["weights"][name], stored[name].float()) for name in stored)
-    alone = dict(build_rank(config, "cpu", None).model.named_parameters())
-    adapters = {n.removeprefix("model/"): t for n, t in found["state"].items() if LORA in n}
-    assert all(torch.equal(alone[name], adapter) for name, adapter in adapters.items())

@@ -66,7 +66,7 @@ def loss_of(model: Any, implementation: str, row: Packed) -> tuple[float, list[t
     model.zero_grad()
     student = StudentLoss(model, Objective(OnTopK(ForwardKL(), "ignore", None)), {})
     loss, _ = student(row)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -216,9 +216,7 @@ def test_autocast_decides_the_kernels_precision() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["Qwen3", "windows", "Gemma 2"])
-def test_flex_attention_has_the_logits_of_eager_attention(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flex_attention_has_the_eager_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward pass, not compiled: it has no backward pass on a CPU."""
     from torch.nn.attention import flex_attention as flex
     from transformers import masking_utils
@@ -272,14 +270,12 @@ def keep_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo's limits are what they were, after the test."""
     import torch._dynamo.config as limits
 
-    entries: Any = limits._config  # type: ignore[attr-defined]
+    entries: Any = limits._config
     for name in ("recompile_limit", "fail_on_recompile_limit_hit"):
         monkeypatch.setattr(entries[name], "default", entries[name].default)
 
 
-async def test_eager_flex_attention_is_refused_in_every_thread_and_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_eager_flex_attention_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The student is built by one task, trained by another, on a GPU on a thread of autograd's."""
     import torch._dynamo.config as limits
 
@@ -306,9 +302,7 @@ async def test_eager_flex_attention_is_refused_in_every_thread_and_call(
 
 
 @pytest.mark.long
-def test_flex_attention_is_compiled_a_few_times_for_rows_of_many_lengths(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flex_attention_is_compiled_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled for a CPU, forward: torch would compute T² scores eagerly after too many."""
     from torch._dynamo.utils import counters
 

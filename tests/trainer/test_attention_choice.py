@@ -88,35 +88,6 @@ REFUSED: list[tuple[str, Platform, AttentionNeeds, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "platform", "needs", "expected"), TABLE)
-def test_the_first_that_computes_what_the_model_needs_is_chosen(
-    wanted: Any, platform: Platform, needs: AttentionNeeds, expected: str
-) -> None:
-    assert choose_attention(wanted, platform, needs) == expected
-
-
-@pytest.mark.parametrize(("wanted", "platform", "needs", "reason"), REFUSED)
-def test_what_cannot_be_computed_is_refused_with_the_reason(
-    wanted: Any, platform: Platform, needs: AttentionNeeds, reason: str
-) -> None:
-    with pytest.raises(StageError, match=reason) as error:
-        choose_attention(wanted, platform, needs)
-    assert ("train.attention: sdpa makes a mask" in error.value.remedy) == (platform != CPU)
-
-
-def test_no_mask_of_a_whole_row_is_made_on_a_gpu_unless_it_is_asked_for() -> None:
-    every = [GPU, WITH_FLASH, SINGLE, OLD, OLD_TORCH]
-    models = [PLAIN, CAPPED, SINKS, SPARSE, OTHER_MASK, NO_LENGTHS, NO_FLEX, WIDE, ITS_OWN]
-    for platform in every:
-        for needs in models:
-            try:
-                assert choose_attention("auto", platform, needs) != "sdpa"
-            except StageError:
-                continue
-
-
-# ── ranks that share rows ──────────────────────────────────────────────────────────────────────
-
 LINEAR = replace(PLAIN, other_layers=frozenset({"linear_attention"}))
 
 ACROSS: list[tuple[str, Platform, AttentionNeeds, str]] = [
@@ -126,6 +97,7 @@ ACROSS: list[tuple[str, Platform, AttentionNeeds, str]] = [
     ("auto", WITH_FLASH, CAPPED, "flash"),
     ("sdpa", SINGLE, PLAIN, "sdpa"),
 ]
+"""Of ranks that share rows."""
 
 REFUSED_ACROSS: list[tuple[str, Platform, AttentionNeeds, str]] = [
     ("auto", CPU, SINKS, "sdpa: it does not know s_aux"),
@@ -139,20 +111,42 @@ REFUSED_ACROSS: list[tuple[str, Platform, AttentionNeeds, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wanted", "platform", "needs", "expected"), ACROSS)
-def test_ranks_that_share_rows_choose_what_needs_no_mask(
-    wanted: Any, platform: Platform, needs: AttentionNeeds, expected: str
+@pytest.mark.parametrize(
+    ("across", "wanted", "platform", "needs", "expected"),
+    [*((False, *row) for row in TABLE), *((True, *row) for row in ACROSS)],
+)
+def test_the_first_that_computes_what_the_model_needs_is_chosen(
+    across: bool, wanted: Any, platform: Platform, needs: AttentionNeeds, expected: str
 ) -> None:
-    assert choose_attention(wanted, platform, needs, across=True) == expected
+    """Ranks that share rows choose one that needs no mask."""
+    assert choose_attention(wanted, platform, needs, across=across) == expected
 
 
-@pytest.mark.parametrize(("wanted", "platform", "needs", "reason"), REFUSED_ACROSS)
-def test_attention_that_ranks_cannot_share_is_refused_with_the_reason(
-    wanted: Any, platform: Platform, needs: AttentionNeeds, reason: str
+@pytest.mark.parametrize(
+    ("across", "wanted", "platform", "needs", "reason"),
+    [*((False, *row) for row in REFUSED), *((True, *row) for row in REFUSED_ACROSS)],
+)
+def test_what_cannot_be_computed_is_refused_with_the_reason(
+    across: bool, wanted: Any, platform: Platform, needs: AttentionNeeds, reason: str
 ) -> None:
     with pytest.raises(StageError, match=reason) as error:
-        choose_attention(wanted, platform, needs, across=True)
-    assert error.value.remedy.startswith("set train.context_parallel: 1")
+        choose_attention(wanted, platform, needs, across=across)
+    remedy = error.value.remedy
+    if across:
+        assert remedy.startswith("set train.context_parallel: 1")
+    else:
+        assert ("train.attention: sdpa makes a mask" in remedy) == (platform != CPU)
+
+
+def test_no_mask_of_a_whole_row_is_made_on_a_gpu_unless_it_is_asked_for() -> None:
+    every = [GPU, WITH_FLASH, SINGLE, OLD, OLD_TORCH]
+    models = [PLAIN, CAPPED, SINKS, SPARSE, OTHER_MASK, NO_LENGTHS, NO_FLEX, WIDE, ITS_OWN]
+    for platform in every:
+        for needs in models:
+            try:
+                assert choose_attention("auto", platform, needs) != "sdpa"
+            except StageError:
+                continue
 
 
 # ── what models need ───────────────────────────────────────────────────────────────────────────

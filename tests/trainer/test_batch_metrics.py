@@ -12,9 +12,10 @@ import torch
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
+from tests.conftest import make_rollout
 from tests.trainer.models import new_rank, random_sample, tiny_model
 from trainer import rank
-from trainer.batches.batch_metrics import batch_metrics
+from trainer.batches.batch_metrics import batch_metrics, repetition
 from trainer.batches.packing import Packed
 from trainer.learner import CPU_ROW_TOKENS, Learner
 from trainer.losses.report import Metrics, token_sums
@@ -31,12 +32,9 @@ def learner(**train: Any) -> Learner:
     return Learner(new_rank(tiny_model(), config))
 
 
-def test_tokens_are_those_of_prompts_and_responses() -> None:
-    assert learner().train_batch(samples()).metrics["train/tokens"] == 3 * 6 + 25
-
-
-def test_the_spread_of_the_lengths_is_their_standard_deviation() -> None:
+def test_a_step_reports_its_tokens_and_lengths() -> None:
     metrics = learner().train_batch(samples()).metrics
+    assert (metrics["train/tokens"], metrics["train/empty_responses"]) == (3 * 6 + 25, 1)
     assert metrics["train/std_response_tokens"] == pytest.approx(np.std(SIZES))
 
 
@@ -68,9 +66,7 @@ def test_each_source_has_its_lengths_truncations_and_grades() -> None:
     assert "source/b/accuracy" not in found
 
 
-def test_sums_of_tokens_are_made_where_the_loss_is_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_are_summed_where_the_loss_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, owners left in host memory would be an error; ``to`` copies nothing on a CPU."""
     there: list[Packed] = []
     summed: list[torch.Tensor | None] = []
@@ -100,39 +96,12 @@ def test_each_source_and_each_teacher_has_the_loss_of_its_own_tokens() -> None:
         assert metrics[f"{kind}/token_share"] == pytest.approx(tokens / sum(SIZES))
 
 
-def test_empty_responses_are_counted() -> None:
-    assert learner().train_batch(samples()).metrics["train/empty_responses"] == 1
-
-
-def test_samples_longer_than_the_budget_are_counted() -> None:
+def test_rows_are_within_the_budget_and_on_a_cpu_shorter() -> None:
     made = learner(tokens_per_micro_batch=9)
     assert made.train_batch(samples()).metrics["train/over_budget"] == 2
-
-
-def test_a_row_on_a_cpu_is_shorter_than_the_budget() -> None:
     batch = [random_sample(index, 1, k=6, prompt=40) for index in range(30)]
-    made = learner(tokens_per_micro_batch=10**6)
-    rows = -(-41 * 30 // CPU_ROW_TOKENS)
-    assert made.train_batch(batch).metrics["train/micro_batches"] == rows
-
-
-def test_a_batch_without_response_tokens_has_no_loss() -> None:
-    report = learner().train_batch([random_sample(0, 0, k=6), random_sample(1, 0, k=6)])
-    assert report.metrics["loss/total"] == 0
-
-
-@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_k1_is_the_mean_gap_between_student_and_teacher(dtype: torch.dtype, rel: float) -> None:
-    sample = random_sample(0, 4, k=6)
-    made, rollout, scores = learner(), sample.rollout, sample.scores
-    made.model.to(dtype)
-    ids = torch.from_numpy(np.concatenate([rollout.prompt.token_ids, rollout.response_ids])).long()
-    with torch.no_grad():
-        table = made.model(ids[None]).logits[0, 2:-1].log_softmax(-1)
-    own = table.gather(-1, ids[3:, None])[:, 0].numpy()
-    teacher = vars(scores)["sampled_logprobs"]
-    k1 = made.train_batch([sample]).metrics["loss/k1"]
-    assert k1 == pytest.approx(float((own - teacher).mean()), rel=rel)
+    metrics = learner(tokens_per_micro_batch=10**6).train_batch(batch).metrics
+    assert metrics["train/micro_batches"] == -(-41 * 30 // CPU_ROW_TOKENS)
 
 
 def test_a_refused_batch_is_named_in_full() -> None:
@@ -141,3 +110,17 @@ def test_a_refused_batch_is_named_in_full() -> None:
     with pytest.raises(StageError) as caught:
         learner().train_batch(batch)
     assert all(sample.rollout.uid in caught.value.cause for sample in batch)
+
+
+def share_of(ids: list[int]) -> float:
+    rollout = replace(make_rollout(tokens=len(ids)), continuation=np.array(ids, dtype=np.int32))
+    return repetition(rollout)
+
+
+@pytest.mark.parametrize(
+    ("ids", "share"),
+    [(list(range(50)), 0), ([1, 2, 3] * 100, 1 - 3 / 293), ([7] * 8, 0)],
+    ids=["no repetition", "a loop", "too short"],
+)
+def test_the_share_of_a_response_that_repeats(ids: list[int], share: float) -> None:
+    assert share_of(ids) == pytest.approx(share)

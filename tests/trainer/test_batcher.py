@@ -9,35 +9,34 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from async_opd.cluster.trainer_actor import build_batcher
-from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.samples import Sample
 from async_opd.core.stages import SCORED, STALE, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_sample
-from tests.world.clock import ManualTimer
+from tests.world.clock import ManualTimer, settle
+from tests.world.config import run_config
 from trainer.batcher import Batcher
 
-
-class Timer:
-    """Leases expire when the test says so."""
-
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-
-    def __call__(self, delay: float, call: object) -> Timer:
-        self.calls.append(call)
-        return self
-
-    def cancel(self) -> None: ...
+LEASE_S = 60.0
 
 
-def queue(timer: Timer | None = None) -> MessageQueue:
-    return MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, timer)  # type: ignore[arg-type]
+def queue(timer: ManualTimer | None = None, nbytes: int = 1 << 20, **more: Any) -> MessageQueue:
+    return MessageQueue(topics(["t"]), 64, nbytes, LEASE_S, timer, **more)
+
+
+def named(uids: str, version: int = 0) -> list[Sample]:
+    """Samples a/0, b/0, … of the letters."""
+    return [make_sample(f"{one}/0", version=version) for one in uids]
+
+
+ONE = Batch.pack(named("a")).nbytes
 
 
 async def leased(queue: MessageQueue, count: int) -> None:
@@ -46,11 +45,6 @@ async def leased(queue: MessageQueue, count: int) -> None:
         while (await queue.stats())[SCORED].leased < count:
             await settle()
     await settle()
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def put(topic: MessageQueue, *samples: Sample) -> None:
@@ -68,23 +62,25 @@ def scored() -> MessageQueue:
     return queue()
 
 
-async def test_a_batch_is_sorted_by_uid_whatever_order_it_came_in(scored: MessageQueue) -> None:
-    await put(scored, *(make_sample(uid) for uid in ("c/0", "a/0", "b/0")))
-    assert await taken(Batcher(scored, batch_size=3)) == ["a/0", "b/0", "c/0"]
+async def test_a_batch_is_sorted_and_acknowledged_after_its_step(scored: MessageQueue) -> None:
+    await put(scored, *named("cab"))
+    batcher, acked = Batcher(scored, batch_size=3), []
+    batch = await batcher.take(0)
+    acked.append((await scored.stats())[SCORED].acked)
+    await batcher.done()
+    stats = (await scored.stats())[SCORED]
+    assert [header.uid for header in batch.headers] == ["a/0", "b/0", "c/0"]
+    assert ([*acked, stats.acked], stats.leased) == ([0, 3], 0)
 
 
 async def test_samples_that_are_too_old_go_back_as_headers(scored: MessageQueue) -> None:
+    """One exactly at the bound is trained."""
     await put(scored, make_sample("old/0", version=1), make_sample("new/0", version=3))
     await put(scored, make_sample("late/0", version=4))
     batcher = Batcher(scored, batch_size=2, max_version_lag=1)
     assert await taken(batcher, version=4) == ["late/0", "new/0"]
     lease = await scored.get(STALE, 8)
     assert [header.uid for batch in lease.batches for header in batch.headers] == ["old/0"]
-
-
-async def test_a_sample_exactly_at_the_bound_is_trained(scored: MessageQueue) -> None:
-    await put(scored, make_sample("a/0", version=2))
-    assert await taken(Batcher(scored, batch_size=1, max_version_lag=2), version=4) == ["a/0"]
 
 
 async def test_what_was_fetched_ahead_is_judged_when_it_is_taken(scored: MessageQueue) -> None:
@@ -96,43 +92,19 @@ async def test_what_was_fetched_ahead_is_judged_when_it_is_taken(scored: Message
     assert await taken(batcher, version=1) == ["c/0"]
 
 
-async def test_every_lease_is_acknowledged_once_its_samples_are_trained(
-    scored: MessageQueue,
-) -> None:
-    await put(scored, make_sample("a/0"), make_sample("b/0"))
-    batcher = Batcher(scored, batch_size=2)
-    await taken(batcher)
-    stats = (await scored.stats())[SCORED]
-    assert (stats.acked, stats.leased) == (2, 0)
-
-
-async def test_nothing_is_acknowledged_before_the_step_is_done(scored: MessageQueue) -> None:
-    await put(scored, make_sample("a/0"))
-    await Batcher(scored, batch_size=1).take(0)
-    assert (await scored.stats())[SCORED].acked == 0
-
-
-async def test_a_group_waits_for_its_last_member(scored: MessageQueue) -> None:
+async def test_members_wait_for_the_last_one_of_their_group(scored: MessageQueue) -> None:
     batcher = Batcher(scored, batch_size=2, group_size=2)
     await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))
     assert await taken(batcher) == ["b/0", "b/1"]
-
-
-async def test_members_left_over_are_trained_with_the_rest_of_their_group(
-    scored: MessageQueue,
-) -> None:
-    batcher = Batcher(scored, batch_size=2, group_size=2)
-    await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))
-    await taken(batcher)
     await put(scored, make_sample("a/1"))
     assert await taken(batcher) == ["a/0", "a/1"]
 
 
 async def test_a_sample_that_comes_again_is_dropped_and_counted(scored: MessageQueue) -> None:
     batcher = Batcher(scored, batch_size=1)
-    await put(scored, make_sample("a/0"))
+    await put(scored, *named("a"))
     await taken(batcher)
-    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    await put(scored, *named("ab"))
     assert await taken(batcher) == ["b/0"]
     assert batcher.duplicates == 1
 
@@ -148,31 +120,11 @@ async def test_as_many_trained_samples_are_remembered_as_it_says(scored: Message
 
 
 async def test_the_memory_of_trained_samples_follows_from_the_budget(scored: MessageQueue) -> None:
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": "s"},
-            "teachers": {"t": {"model": "t"}},
-            "data": {"train": "prompts.jsonl"},
-            "train": {"batch_size": 4096},
-            "queue": {"max_samples": 4096},
-            "async": {"staleness_threshold": 2.5, "sync_steps": 8},
-        }
-    )
+    pace: Any = {"async": {"staleness_threshold": 2.5, "sync_steps": 8}}
+    config = run_config(train={"batch_size": 4096}, queue={"max_samples": 4096}, **pace)
     budget = config.max_in_flight
     assert budget == 3.5 * 8 * 4096
     assert build_batcher(config, scored).remembered >= 2 * budget
-
-
-async def test_a_lease_that_expired_during_the_step_trains_nothing_twice() -> None:
-    timer = Timer()
-    scored = queue(timer)
-    batcher = Batcher(scored, batch_size=1)
-    await put(scored, make_sample("a/0"))
-    await batcher.take(0)
-    timer.calls[0]()  # type: ignore[operator]
-    await batcher.done()
-    await put(scored, make_sample("b/0"))
-    assert await taken(batcher) == ["b/0"]
 
 
 async def test_what_is_dropped_is_let_go_and_its_lease_finished(scored: MessageQueue) -> None:
@@ -186,16 +138,14 @@ async def test_what_is_dropped_is_let_go_and_its_lease_finished(scored: MessageQ
 async def test_what_comes_after_it_was_dropped_is_not_held(scored: MessageQueue) -> None:
     batcher = Batcher(scored, batch_size=2, group_size=2)
     await batcher.drop("a/1", ["a/0"])
-    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    await put(scored, *named("ab"))
     await put(scored, make_sample("a/1"), make_sample("b/1"))
     assert await taken(batcher) == ["b/0", "b/1"]
     assert (batcher.duplicates, (await scored.stats())[SCORED].leased) == (0, 0)
 
 
 @pytest.mark.parametrize("where", ["held", "taken", "trained"])
-async def test_a_lost_copy_of_a_sample_that_is_here_ends_nothing(
-    scored: MessageQueue, where: str
-) -> None:
+async def test_a_lost_copy_of_a_held_sample_ends_nothing(scored: MessageQueue, where: str) -> None:
     batcher = Batcher(scored, batch_size=2)
     batcher.hold([make_sample("a/0")])
     if where != "held":
@@ -218,9 +168,7 @@ async def test_what_was_sent_back_for_its_age_can_be_let_go(scored: MessageQueue
     assert await taken(batcher, version=1) == ["c/0"]
 
 
-async def test_a_wait_that_is_cancelled_ends_its_fetch_and_takes_no_sample(
-    scored: MessageQueue,
-) -> None:
+async def test_a_cancelled_wait_ends_its_fetch_and_takes_no_sample(scored: MessageQueue) -> None:
     """The fetch would lease samples that nobody waits for, until the lease ends."""
     batcher = Batcher(scored, batch_size=2)
     waiting = asyncio.create_task(taken(batcher))
@@ -231,15 +179,13 @@ async def test_a_wait_that_is_cancelled_ends_its_fetch_and_takes_no_sample(
         await waiting
     await settle()
     assert fetch.cancelled()
-    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    await put(scored, *named("ab"))
     assert await taken(Batcher(scored, batch_size=2)) == ["a/0", "b/0"]
 
 
-async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
-    scored: MessageQueue,
-) -> None:
+async def test_a_batch_waits_on_when_its_part_is_dropped(scored: MessageQueue) -> None:
     batcher = Batcher(scored, batch_size=2, group_size=2)
-    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    await put(scored, *named("ab"))
     waiting = asyncio.create_task(taken(batcher))
     await leased(scored, 2)
     await batcher.drop("a/1", ["a/0"])
@@ -249,9 +195,9 @@ async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
 
 async def test_samples_that_a_step_holds_longer_than_a_lease_lasts_do_not_come_again() -> None:
     time = ManualTimer()
-    scored = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, time)
+    scored = queue(time)
     batcher = Batcher(scored, batch_size=1, timer=time)
-    await put(scored, make_sample("a/0"))
+    await put(scored, *named("a"))
     await batcher.take(0)
     for _ in range(300):
         time.advance(1)
@@ -273,45 +219,44 @@ async def test_a_lease_that_two_settle_at_the_same_time_is_acknowledged_once() -
     scored = Slow(topics(["t"]), 64, 1 << 20, 60.0)
     scored.acked = []
     batcher = Batcher(scored, batch_size=2, group_size=2)
-    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    await put(scored, *named("ab"))
     waiting = asyncio.create_task(batcher.take(0))
     for number, uid in enumerate(("c/0", "d/0", "e/0")):  # each has its own lease
         await leased(scored, 2 + number)
         await put(scored, make_sample(uid))
     await leased(scored, 5)
     await asyncio.gather(
-        batcher.drop("x/0", ["a/0", "b/0", "c/0", "d/0"]),
-        batcher.drop("y/0", ["e/0"]),
+        batcher.drop("x/0", ["a/0", "b/0", "c/0", "d/0"]), batcher.drop("y/0", ["e/0"])
     )
     assert len(scored.acked) == len(set(scored.acked)) == 4
     assert (await scored.stats())[SCORED].acked == 5
     waiting.cancel()
 
 
-async def test_a_batch_of_large_samples_is_taken_lease_by_lease() -> None:
-    one = Batch.pack([make_sample("a/0")]).nbytes
-    scored = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, lease_bytes=2 * one)
-    await put(scored, *(make_sample(f"{name}/0") for name in "abcde"))
-    assert await taken(Batcher(scored, batch_size=5)) == ["a/0", "b/0", "c/0", "d/0", "e/0"]
-    stats = (await scored.stats())[SCORED]
-    assert (stats.acked, stats.leased) == (5, 0)
+async def test_batches_of_large_samples_are_taken_lease_by_lease_the_next_during_a_step() -> None:
+    scored = queue(lease_bytes=2 * ONE)
+    await put(scored, *named("abcdefghij"))
+    batcher = Batcher(scored, batch_size=5)
+    first = await asyncio.wait_for(batcher.take(0), 5)
+    await leased(scored, 10)  # no take waits for the next batch yet
+    assert [header.uid for header in first.headers] == [f"{one}/0" for one in "abcde"]
+    await batcher.done()
+    assert (await scored.stats())[SCORED].acked == 5
 
 
 async def test_a_batch_larger_than_the_whole_queue_is_taken_all_the_same() -> None:
-    one = Batch.pack([make_sample("a/0")]).nbytes
-    scored = MessageQueue(topics(["t"]), 64, one, 60.0, lease_bytes=one)
+    scored = queue(nbytes=ONE, lease_bytes=ONE)
     taking = asyncio.create_task(taken(Batcher(scored, batch_size=4)))
-    for name in "abcd":
-        await asyncio.wait_for(put(scored, make_sample(f"{name}/0")), 5)
+    for one in named("abcd"):
+        await asyncio.wait_for(put(scored, one), 5)
     assert await taking == ["a/0", "b/0", "c/0", "d/0"]
 
 
 async def test_what_is_queued_is_read_message_by_message_and_only_what_is_wanted(
     scored: MessageQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Batch.pack([make_sample("a/0")]).nbytes
-    monkeypatch.setattr("trainer.batcher.cut", partial(cut, most=2 * one))
-    await put(scored, *(make_sample(f"{name}/0") for name in "abcdef"))
+    monkeypatch.setattr("trainer.batcher.cut", partial(cut, most=2 * ONE))
+    await put(scored, *named("abcdef"))
     await scored.get(SCORED, 2)
     wanted = {f"{name}/0" for name in "abcdf"}
     found = [
@@ -321,7 +266,7 @@ async def test_what_is_queued_is_read_message_by_message_and_only_what_is_wanted
     assert found == [["a/0", "b/0"], ["c/0", "d/0"], ["f/0"]]
 
 
-async def test_what_is_queued_is_decoded_beside_the_event_loop(
+async def test_decoding_is_in_a_thread(
     scored: MessageQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there: list[bool] = []
@@ -331,32 +276,18 @@ async def test_what_is_queued_is_decoded_beside_the_event_loop(
         return unpack(kind, batches)
 
     monkeypatch.setattr("trainer.batcher.unpack", decode)
-    await put(scored, make_sample("a/0"))
+    await put(scored, *named("a"))
     parts = [part async for part in Batcher(scored, batch_size=1).queued({"a/0"})]
     assert (len(parts), there) == (1, [False])
 
 
-async def test_all_of_the_next_batch_of_large_samples_is_fetched_during_a_step() -> None:
-    one = Batch.pack([make_sample("a/0")]).nbytes
-    scored = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, lease_bytes=2 * one)
-    await put(scored, *(make_sample(f"{name}/0") for name in "abcdefghij"))
-    batcher = Batcher(scored, batch_size=5)
-    await asyncio.wait_for(batcher.take(0), 5)
-    assert batcher._next is not None
-    await asyncio.wait_for(asyncio.shield(batcher._next), 5)  # no take waits for it yet
-    assert (await scored.stats())[SCORED].leased == 10
-
-
-def test_samples_of_a_checkpoint_are_held_without_encoding_them(
+async def test_samples_of_a_checkpoint_are_held_without_encoding_them(
     scored: MessageQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: object, **__: object) -> bytes:
-        raise AssertionError("encoded")
-
-    sample = make_sample("a/0", version=3)
+    (sample,) = named("a", version=3)
     (header,) = Batch.pack([sample]).headers
-    monkeypatch.setattr(pickle, "dumps", refused)
+    monkeypatch.setattr(pickle, "dumps", Mock(side_effect=AssertionError("encoded")))
     batcher = Batcher(scored, batch_size=1)
     batcher.hold([sample])
-    (held,) = batcher._held.values()
-    assert replace(held.header, nbytes=0) == replace(header, nbytes=0)
+    (held,) = (await batcher.take(3)).headers
+    assert replace(held, nbytes=0) == replace(header, nbytes=0)

@@ -10,6 +10,7 @@ import pytest
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError
 from tests.trainer.models import random_sample, tiny_model
+from tests.world.config import run_config
 from trainer.build import build_learner
 from trainer.learner import Learner
 from trainer.saving.export import export_checkpoint
@@ -20,16 +21,14 @@ LORA = {"rank": 4, "alpha": 8}
 
 
 def config_of(student: Path, **train: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": str(student)},
-            "teachers": {"t": {"model": str(student)}},
-            "data": {"train": "none.jsonl"},
-            "loss": {"kind": "forward_kl", "top_k": 6},
-            "rollout": {"max_tokens": 16},
-            "train": {"lr": 1e-2, "warmup_steps": 0, **train},
-            "cluster": {"device": "cpu"},
-        }
+    model = {"model": str(student)}
+    return run_config(
+        student=model,
+        teachers={"t": model},
+        loss={"kind": "forward_kl", "top_k": 6},
+        rollout={"max_tokens": 16},
+        train={"lr": 1e-2, "warmup_steps": 0, **train},
+        cluster={"device": "cpu"},
     )
 
 

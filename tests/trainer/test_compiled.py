@@ -54,29 +54,49 @@ def tried(form: Any, *seconds: float) -> tuple[ObjectiveRun, Case, int]:
     return run, x, rows
 
 
-def test_a_faster_compiled_objective_is_kept_and_gets_whole_chunks() -> None:
-    run, _, rows = tried(OBJECTIVE.__call__, 1.0, 0.2, 9.0, 0.1)
-    assert (run.compiled is not None, run.is_compiled, rows) == (True, True, 6)
-    assert drain_notes() == (
+def broken(*_: Any) -> Any:
+    raise RuntimeError("CppCompileError: no compiler\nlong output")
+
+
+def wrong(logits: torch.Tensor, tokens: Tokens, teacher: Any) -> Any:
+    found = OBJECTIVE(logits, tokens, teacher)
+    logits.mul_(1.01)
+    return found
+
+
+TRIED: dict[str, tuple[Any, tuple[float, ...], bool, str]] = {
+    "a faster one is kept and gets whole chunks": (
+        OBJECTIVE.__call__,
+        (1.0, 0.2, 9.0, 0.1),
+        True,
         "the objective runs compiled: 4 rows take 100 ms compiled, 200 ms eager",
-    )
+    ),
+    "a slower one": (
+        OBJECTIVE.__call__,
+        (1.0, 0.1, 9.0, 0.2),
+        False,
+        "not compiled: 4 rows take 200 ms compiled, 100 ms eager",
+    ),
+    "one that fails": (
+        broken,
+        (1.0, 1.0),
+        False,
+        "compiling failed: RuntimeError: CppCompileError: no compiler",
+    ),
+    "one with another gradient": (wrong, (1.0, 1.0, 1.0, 0.1), False, "its gradient differs by"),
+}
 
 
-def test_a_slower_one_is_not_kept_and_the_log_says_so() -> None:
-    run, _, rows = tried(OBJECTIVE.__call__, 1.0, 0.1, 9.0, 0.2)
-    assert (run.compiled, rows) == (None, 4)
+@pytest.mark.parametrize(("form", "seconds", "kept", "noted"), TRIED.values(), ids=TRIED)
+def test_what_is_right_and_faster_is_kept_and_the_log_says_so(
+    form: Any, seconds: tuple[float, ...], kept: bool, noted: str
+) -> None:
+    run, x, rows = tried(form, *seconds)
+    assert (run.compiled is not None, run.is_compiled, rows) == (kept, kept, 6 if kept else 4)
     (said,) = drain_notes()
-    assert said.endswith("not compiled: 4 rows take 200 ms compiled, 100 ms eager")
-
-
-def test_one_that_fails_is_not_kept_and_the_log_has_the_cause() -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("CppCompileError: no compiler\nlong output")
-
-    run, _, rows = tried(broken, 1.0, 1.0)
-    assert (run.compiled, rows) == (None, 4)
-    (said,) = drain_notes()
-    assert said.endswith("compiling failed: RuntimeError: CppCompileError: no compiler")
+    assert noted in said
+    assert "\n" not in said
+    assert run.tile_rows(x.logits, x.tokens, None) == 6  # the clock has no further times
 
 
 def test_without_memory_for_the_copies_it_is_kept_unmeasured() -> None:
@@ -90,17 +110,6 @@ def test_without_memory_for_the_copies_it_is_kept_unmeasured() -> None:
     assert "no memory was left" in drain_notes()[0]
 
 
-def test_one_with_another_gradient_is_not_kept() -> None:
-    def wrong(logits: torch.Tensor, tokens: Tokens, teacher: Any) -> Any:
-        found = OBJECTIVE(logits, tokens, teacher)
-        logits.mul_(1.01)
-        return found
-
-    run, _, _ = tried(wrong, 1.0, 1.0, 1.0, 0.1)
-    assert run.compiled is None
-    assert "its gradient differs by" in drain_notes()[0]
-
-
 def test_too_few_rows_are_not_measured_and_run_eagerly() -> None:
     def refused(*_: Any) -> Any:
         raise AssertionError("it ran")
@@ -110,12 +119,6 @@ def test_too_few_rows_are_not_measured_and_run_eagerly() -> None:
     logits = x.logits.detach().clone()
     assert run.tile_rows(logits, x.tokens, None) == 5
     assert run(logits, x.tokens).keys() == OBJECTIVE(x.logits.detach().clone(), x.tokens).keys()
-
-
-def test_both_are_measured_once() -> None:
-    run, x, _ = tried(OBJECTIVE.__call__, 1.0, 0.2, 9.0, 0.1)
-    for _ in range(3):  # the clock has no further times
-        assert run.tile_rows(x.logits, x.tokens, None) == 6
 
 
 def test_a_later_failure_to_compile_computes_the_same_chunk_eagerly() -> None:

@@ -13,17 +13,13 @@ import torch
 
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
-from benchmarks.local_ranks import in_processes
-from tests.checks.inputs import config
 from tests.trainer import families
-from tests.trainer.models import new_rank, random_sample, tiny_model
+from tests.trainer.models import new_rank, tiny_model
 from tests.trainer.processes import spread
 from trainer.batches.packing import Row
-from trainer.build import build_follower, build_learner
 from trainer.context import Context
-from trainer.learner import Learner
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup, RankSpec
+from trainer.rank_group import RankSpec
 from trainer.student.attention_choice import platform_of
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import pin_rotary, set_attention
@@ -110,7 +106,6 @@ def bounds(rank: int) -> list[float]:
     """Seconds that bound a collective: of a context's group, and of a mesh's two dimensions."""
     context = Context.join(RANKS, 7.0)
     spec = RankSpec(rank, RANKS, "", 0, 5.0, 5.0, b"")
-    assert context is not None
     joined = patch.multiple("torch.distributed", init_process_group=Mock(), TCPStore=Mock())
     with joined, patch("trainer.student.sharding.all_know_secret", return_value=True):
         mesh = join_mesh(spec, CPU, replicate=RANKS)
@@ -120,20 +115,6 @@ def bounds(rank: int) -> list[float]:
 
 def test_the_groups_of_each_dimension_have_the_bound_of_collectives(tmp_path: Path) -> None:
     assert spread(RANKS, bounds, tmp_path) == [[7.0, 5.0, 5.0]] * RANKS
-
-
-def test_ranks_built_from_a_config_train_as_one_does() -> None:
-    batch = [random_sample(i, size, k=6) for i, size in enumerate([30, 4, 11, 2])]
-    ranks = ("train.ranks=4", "train.context_parallel=2", "train.replicate=2")
-
-    def losses(learner: Learner) -> list[float]:
-        return [learner.train_batch(batch).metrics["loss/total"] for _ in range(2)]
-
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> list[float]:
-        return losses(build_learner(config(*ranks), "cpu", spec, rank_group))
-
-    found = in_processes(4, lead, lambda spec: build_follower(config(*ranks), "cpu", spec), 120)
-    assert found == pytest.approx(losses(build_learner(config(), "cpu")), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -94,9 +94,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("name", "lengths"), EVERY)
-def test_outputs_and_gradients_are_those_of_one_rank(
-    shares: list[Any], name: str, lengths: str, size: int
-) -> None:
+def test_all_is_as_on_one_rank(shares: list[Any], name: str, lengths: str, size: int) -> None:
     expected = attended(by_sequence, *inputs(CASES[name], LENGTHS[lengths]))
     of_ranks = [share[name, lengths, size] for share in shares[:size]]
     seen = [torch.cat(parts) for parts in zip(*of_ranks, strict=True)]
@@ -105,9 +103,7 @@ def test_outputs_and_gradients_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize(("name", "lengths"), EVERY)
-def test_one_sequence_after_the_other_is_attention_by_its_definition(
-    name: str, lengths: str
-) -> None:
+def test_sequences_apart_are_attention_by_its_definition(name: str, lengths: str) -> None:
     (query, key, value), ragged = inputs(CASES[name], LENGTHS[lengths])
     expected = reference(query, key, value, ragged)
     assert torch.allclose(by_sequence(query, key, value, ragged), expected, atol=1e-5)

@@ -92,25 +92,6 @@ def test_recomputed_layers_are_those_of_eval_mode_too(name: str, kind: Recomputa
     assert distance(gradient(model), exact(reference)) < 1e-4
 
 
-def test_recomputing_runs_each_layer_a_second_time() -> None:
-    model = families.granite()
-    layers = model.base_model.layers
-    calls: list[int] = []
-    for number, layer in enumerate(layers):
-        layer.mlp.register_forward_pre_hook(lambda *_, n=number: calls.append(n))
-    recompute_activations(model)
-    gradient(model)
-    assert sorted(calls) == [0, 0, 1, 1]
-
-
-def test_a_model_without_layers_to_recompute_is_refused() -> None:
-    class Bare(torch.nn.Module):
-        base_model = torch.nn.Linear(2, 2)
-
-    with pytest.raises(StageError, match="Bare has no layers"):
-        recompute_activations(Bare())
-
-
 def test_with_auto_such_a_model_trains_without_recomputation_and_the_log_says_so() -> None:
     class Bare(torch.nn.Module):
         base_model = torch.nn.Linear(2, 2)

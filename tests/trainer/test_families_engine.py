@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.config.run_config import RunConfig
 from tests.engines import QUICKSTART, kwargs
 from tests.trainer import families
+from tests.world.config import run_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("engines_fork")]
 
@@ -95,14 +95,7 @@ def trainers(path: Path, length: int | None, sequences: list[list[int]]) -> list
     from trainer.student.attention import row_lengths
     from trainer.student.loss_module import DecoderAndHead
 
-    config = RunConfig.model_validate(
-        {
-            "student": {"model": str(path)},
-            "teachers": {"t": {"model": str(path)}},
-            "data": {"train": "none.jsonl"},
-            "rollout": {"engine": {"max_model_len": length}},
-        }
-    )
+    config = run_config(student={"model": str(path)}, rollout={"engine": {"max_model_len": length}})
     modules = DecoderAndHead.of(load_student(config, torch.device("cpu")))
 
     def of(ids: list[int]) -> np.ndarray:

@@ -111,13 +111,17 @@ def test_a_prompt_alone_costs_no_head() -> None:
     assert size.training_flops([4], [2]) - size.training_flops([4], [0]) == 6 * 7 * 2
 
 
-def test_a_frozen_matrix_costs_two_thirds() -> None:
+def test_a_frozen_matrix_costs_two_thirds_and_an_unknown_model_its_tokens() -> None:
     model = made("Qwen3", head_dim=16)
     full = ModelSize.of(model)
     model.requires_grad_(False)
     frozen = ModelSize.of(model)
     assert frozen.decoder == pytest.approx(full.decoder * 2 / 3, rel=1e-3)
     assert frozen.head == full.head * 2 // 3
+    model.config = Refusing()
+    size = ModelSize.of(model)
+    assert size.unknown == "RuntimeError: 'head_dim' is a per-layer attribute"
+    assert size.training_flops([8], [4]) == 2 * size.training_flops([4], [4]) > 0
 
 
 class Refusing:
@@ -125,11 +129,3 @@ class Refusing:
 
     def get_text_config(self) -> Any:
         raise RuntimeError("'head_dim' is a per-layer attribute")
-
-
-def test_flops_that_cannot_be_counted_are_unknown_and_samples_still_cost_their_tokens() -> None:
-    model = made("Qwen3", head_dim=16)
-    model.config = Refusing()
-    size = ModelSize.of(model)
-    assert size.unknown == "RuntimeError: 'head_dim' is a per-layer attribute"
-    assert size.training_flops([8], [4]) == 2 * size.training_flops([4], [4]) > 0

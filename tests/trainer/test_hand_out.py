@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -20,7 +20,8 @@ from async_opd.core.stages import SCORED, STALE, Lease, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_sample
 from tests.properties import examples
-from tests.world.clock import ManualTimer
+from tests.trainer.models import bare_stage
+from tests.world.clock import ManualTimer, settle
 from trainer.batcher import Batcher
 from trainer.batches.hand_out import AssignedBatch, HandOut
 from trainer.batches.micro_batches import PlannedMicroBatch
@@ -30,7 +31,6 @@ from trainer.batches.token_weights import TokenWeight
 from trainer.follower import Follower
 from trainer.learner import LearnerReport
 from trainer.rank_group import run_with_ranks
-from trainer.stage import TrainerStage
 
 LEASE_S = 60.0
 
@@ -87,9 +87,7 @@ class Ranks:
         self.loop = asyncio.get_running_loop()
         self.broken: asyncio.Future[StageError] = self.loop.create_future()
 
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
+    def dispatch(self, method: str, arguments: Sequence[Any]) -> Callable[[], list[Any]]:
         calls = [
             asyncio.run_coroutine_threadsafe(getattr(follower, method)(*given), self.loop)
             for follower, given in zip(self.followers, arguments, strict=True)
@@ -100,6 +98,17 @@ class Ranks:
 
     async def failure(self) -> StageError:
         return await asyncio.shield(self.broken)
+
+
+WORLDS: list[World] = []
+
+
+@pytest.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    """Every world ends with its test."""
+    yield
+    while WORLDS:
+        WORLDS.pop().close()
 
 
 class World:
@@ -118,6 +127,7 @@ class World:
         self.planner = planner or Planner(ranks)
         self.clients = [Client(lambda: self.queue, pace) for _ in range(ranks)]
         self.batch_size, self.settings = batch_size, settings
+        WORLDS.append(self)
         self.trainer()
 
     def new_queue(self) -> MessageQueue:
@@ -154,11 +164,6 @@ def uids(dealt: AssignedBatch) -> list[str]:
     return [header.uid for header in dealt.batch.headers]
 
 
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 def names(count: int) -> list[str]:
     return [f"{index:02d}/0" for index in range(count)]
 
@@ -176,7 +181,6 @@ async def test_no_rank_receives_the_samples_of_another_one() -> None:
     ]
     stats = (await world.queue.stats())[SCORED]
     assert (stats.acked, stats.leased, stats.nbytes) == (6, 0, 0)
-    world.close()
 
 
 async def test_the_next_batch_is_fetched_while_a_step_is_computed() -> None:
@@ -187,7 +191,6 @@ async def test_the_next_batch_is_fetched_while_a_step_is_computed() -> None:
     assert sorted(uid for client in world.clients for uid in client.received) == names(8)
     assert uids(first) == names(4)
     assert (await world.queue.stats())[SCORED].acked == 0
-    world.close()
 
 
 async def test_samples_that_weigh_nothing_are_measured_by_one_rank_each() -> None:
@@ -200,27 +203,6 @@ async def test_samples_that_weigh_nothing_are_measured_by_one_rank_each() -> Non
     dealt = await world.take()
     assert sorted(uid for client in world.clients for uid in client.received) == names(4)
     assert dealt.repetition == pytest.approx(4 * 32 / 33)
-    world.close()
-
-
-@pytest.mark.parametrize("end", ["expired", "died"])
-async def test_samples_that_no_lease_has_any_more_are_taken_again(end: str) -> None:
-    world = World()
-    await world.put(*names(4))
-
-    async def ends() -> None:
-        if end == "expired":
-            world.timer.advance(LEASE_S + 1)
-        else:
-            world.queue = world.new_queue()
-            await world.put(*names(4))
-
-    world.clients[1].before_fetch.append(ends)
-    assert uids(await world.take()) == names(4)
-    await world.batcher.done()
-    stats = (await world.queue.stats())[SCORED]
-    assert (stats.acked, stats.leased) == (4, 0)
-    world.close()
 
 
 async def test_a_copy_that_comes_while_its_sample_is_trained_is_not_trained() -> None:
@@ -233,7 +215,6 @@ async def test_a_copy_that_comes_while_its_sample_is_trained_is_not_trained() ->
     await world.batcher.done()
     assert uids(await world.take()) == ["02/0", "03/0"]
     assert world.batcher.duplicates == 2
-    world.close()
 
 
 async def test_of_two_headers_of_a_sample_the_newer_one_is_fetched() -> None:
@@ -248,7 +229,6 @@ async def test_of_two_headers_of_a_sample_the_newer_one_is_fetched() -> None:
     await world.batcher.done()
     stats = (await world.queue.stats())[SCORED]
     assert (stats.acked, stats.ready, stats.leased) == (1, 0, 2)  # b/0 has a lease with a/0
-    world.close()
 
 
 async def test_a_batch_that_has_become_too_old_while_it_was_dealt_out_is_not_trained() -> None:
@@ -262,7 +242,6 @@ async def test_a_batch_that_has_become_too_old_while_it_was_dealt_out_is_not_tra
     assert uids(await world.take(1)) == ["02/0"]
     stale = await world.queue.get(STALE, 8)
     assert [header.uid for batch in stale.batches for header in batch.headers] == ["01/0"]
-    world.close()
 
 
 async def test_a_sample_too_old_for_a_version_synced_while_dealing_waits_is_not_fetched() -> None:
@@ -277,7 +256,6 @@ async def test_a_sample_too_old_for_a_version_synced_while_dealing_waits_is_not_
     await world.put("02/0", version=1)
     assert uids(await taking) == ["02/0"]
     assert "01/0" not in {uid for client in world.clients for uid in client.received}
-    world.close()
 
 
 async def test_a_sample_that_is_dropped_while_it_was_dealt_out_is_not_trained() -> None:
@@ -290,36 +268,13 @@ async def test_a_sample_that_is_dropped_while_it_was_dealt_out_is_not_trained() 
     await world.batcher.done()
     await world.put("02/0")
     assert uids(await world.take()) == ["02/0"]
-    world.close()
-
-
-async def test_samples_held_at_a_capture_are_copied_before_their_leases_end() -> None:
-    world = World(batch_size=2)
-    await world.put(*names(4))
-    await world.take()
-    await world.fetched(4)
-    copied = world.batcher.copy_held()
-    await world.batcher.done()
-    assert [sample.rollout.uid for sample in await copied] == names(4)
-    assert (await world.queue.stats())[SCORED].acked == 2
-    world.close()
-
-
-async def test_samples_of_a_checkpoint_go_back_into_the_queue() -> None:
-    world = World(batch_size=2)
-    world.batcher.hold([make_sample(uid) for uid in names(2)])
-    assert uids(await world.take()) == names(2)
-    await world.batcher.done()
-    assert (await world.queue.stats())[SCORED].acked == 2
-    world.close()
 
 
 async def test_samples_that_cannot_go_back_into_the_queue_end_the_step() -> None:
     world = World(batch_size=2)
     await world.queue.close()
     world.batcher.hold([make_sample("00/0")])
-    assert world.batcher._returning is not None
-    await asyncio.wait((world.batcher._returning,))
+    await settle()
     with pytest.raises(QueueClosed):
         await world.take()
 
@@ -328,11 +283,11 @@ async def test_samples_that_turn_out_to_be_lost_are_not_waited_for() -> None:
     world = World(batch_size=2)
     refused = asyncio.Event()
 
-    async def put(samples: Sequence[Sample]) -> None:
+    async def put(topic: str, batch: Batch) -> None:
         await refused.wait()
         raise StageError("queue", "it takes no sample")
 
-    world.batcher._return = put  # type: ignore[method-assign]
+    world.queue.put = put
     world.batcher.hold([make_sample("00/0")])
     taking = asyncio.create_task(world.take())
     await settle()
@@ -345,14 +300,12 @@ async def test_a_second_capture_ends_the_copy_of_the_first() -> None:
     world = World(batch_size=2)
     await world.put(*names(2))
     await world.take()
-    never: Any = asyncio.Event().wait
-    world.batcher._copied = lambda held: never()  # type: ignore[method-assign,assignment]
+    world.queue.contents = lambda *_: asyncio.Event().wait()
     first = world.batcher.copy_held()
     await settle()
     second = world.batcher.copy_held()
     await settle()
     assert (first.cancelled(), second.done()) == (True, False)
-    world.close()
 
 
 async def test_a_rank_refuses_tokens_that_its_head_has_no_row_for() -> None:
@@ -362,7 +315,6 @@ async def test_a_rank_refuses_tokens_that_its_head_has_no_row_for() -> None:
     share = world.planner.plan(batch.headers).shares(batch.leases, 2, 1)[1]
     found = await fetch(world.batcher.queue, share, Vocabularies(2))
     assert "has token 2; the head has 2 rows" in str(found.error)
-    world.close()
 
 
 async def test_an_error_of_fetching_the_next_batch_ends_no_step_under_way() -> None:
@@ -387,14 +339,13 @@ async def test_an_error_of_fetching_the_next_batch_ends_no_step_under_way() -> N
     await world.put(*names(4))
     world.clients[1].before_fetch += [fails, settle]
     await world.take()
-    assert world.hand_out._next is not None
-    await asyncio.wait((world.hand_out._next,), timeout=5)
+    while world.clients[1].before_fetch:
+        await settle()
     step = asyncio.sleep(0, "trained")
     assert await run_with_ranks(rank_group, step, grace_s=0) == "trained"
     with pytest.raises(ProcessDied) as caught:
         await world.take()
     assert caught.value.stage == "queue"
-    world.close()
 
 
 async def test_a_rank_that_dies_ends_what_is_dealt_out() -> None:
@@ -408,7 +359,6 @@ async def test_a_rank_that_dies_ends_what_is_dealt_out() -> None:
     world.clients[0].before_fetch.append(dies)
     with pytest.raises(StageError, match="its process died"):
         await world.take()
-    world.close()
 
 
 async def test_a_stage_of_several_ranks_trains_what_each_has_fetched() -> None:
@@ -421,18 +371,11 @@ async def test_a_stage_of_several_ranks_trains_what_each_has_fetched() -> None:
 
     world = World()
     await world.put(*names(4))
-    learner: Any = Learner(2)
-    nobody: Any = None
-    stage = TrainerStage(
-        learner, nobody, world.batcher, max_version_lag=1, model_dir="", rank_group=world.ranks
-    )
+    stage = bare_stage(Learner(2), world.batcher, max_version_lag=1, rank_group=world.ranks)
     report = await asyncio.wait_for(stage.step(), 5)
     assert seen == [(["00/0", "02/0"], 0.0, 1)]
     assert [header.uid for header in report.trained] == names(4)
     assert (await world.queue.stats())[SCORED].acked == 4
-    assert stage._hand_out is not None
-    stage._hand_out.close()
-    world.close()
 
 
 class Run:

@@ -5,7 +5,6 @@ On a CPU everything is in host memory, and the run keeps nothing there: here it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,17 @@ from async_opd.config.device_defaults import Offload, offloads
 from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
+from tests.trainer.ranks import CPU, mesh_of, on_ranks
 from tests.trainer.states import restore, state_of
-from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.offload import HostMoments
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup, RankSpec
+from trainer.rank_group import RankSpec
 from trainer.student.loading import EmptyStudent
-from trainer.student.sharding import join_mesh, lone_mesh, own_part
+from trainer.student.sharding import lone_mesh, own_part
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16, warmup_steps=0, weight_decay=0.1)
 BATCHES = [[random_sample(10 * step + i, 5, k=6) for i in range(4)] for step in range(3)]
 
@@ -80,12 +78,9 @@ def test_moments_in_host_memory_stay_where_they_are_between_two_turns() -> None:
     assert all(one is other for one, other in zip(states, after, strict=True))
 
 
-def test_the_moments_of_one_parameter_at_a_time_are_on_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_parameters_moments_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every move is counted: to the device before a parameter's step, and back after it."""
     rank = rank_of(None, "moments")
-    assert isinstance(rank.optimizer, HostMoments)
     moved: list[tuple[int, torch.device]] = []
     move = rank.optimizer._move
 
@@ -101,7 +96,6 @@ def test_the_moments_of_one_parameter_at_a_time_are_on_the_device(
 
 def test_a_step_that_fails_leaves_the_groups_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = rank_of(None, "moments")
-    assert isinstance(rank.optimizer, HostMoments)
     learner = Learner(rank)
     groups = rank.optimizer.inner.param_groups
 
@@ -126,12 +120,16 @@ def test_a_restored_rank_goes_on_with_its_moments(expected: dict[str, torch.Tens
 # ── parameters, gradients and moments ──────────────────────────────────────────────────────────
 
 
-def of_processes(ranks: int, mesh_of: Callable[[RankSpec | None], Any], folder: Path) -> Any:
-    """Weights after all steps, and again after going back one; whether all is in host memory."""
+@pytest.fixture(scope="module", params=[1, 2])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a saved model; weights after all steps, and again after going back one."""
+    folder = tmp_path_factory.mktemp("host")
+    tiny_model().save_pretrained(folder / "source")
 
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
-        rank = rank_of(mesh_of(spec), "parameters")
-        learner = Learner(rank, rank_group=rank_group)
+    def rank(spec: RankSpec | None) -> Rank:
+        return rank_of(mesh_of(spec) or lone_mesh(CPU), "parameters")
+
+    def work(learner: Learner) -> Any:
         stepped(learner, BATCHES[:2])
         state = state_of(learner)
         learner.offload()
@@ -139,30 +137,13 @@ def of_processes(ranks: int, mesh_of: Callable[[RankSpec | None], Any], folder: 
         last = stepped(learner, BATCHES[2:])
         restore(learner, 2, state)
         again = stepped(learner, BATCHES[2:])
-        source = folder / "source"
-        tiny_model().save_pretrained(source)
-        learner.save(str(source), str(folder / "model"))
-        torch.save((last, again), folder / "found.pt")
+        learner.save(str(folder / "source"), str(folder / "model"))
+        return last, again
 
-    def follow(spec: RankSpec) -> Follower:
-        return Follower(rank_of(mesh_of(spec), "parameters"))
-
-    in_processes(ranks, lead, follow, 120)
-    return torch.load(folder / "found.pt", weights_only=True)
+    return folder, *on_ranks(request.param, rank, work)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def mesh_of(spec: RankSpec | None) -> Any:
-        return lone_mesh(CPU) if spec is None else join_mesh(spec, CPU)
-
-    folder = tmp_path_factory.mktemp("host")
-    return folder, *of_processes(request.param, mesh_of, folder)
-
-
-def test_steps_with_parameters_in_host_memory_are_the_same(
-    found: Any, expected: dict[str, torch.Tensor]
-) -> None:
+def test_steps_from_host_memory_are_the_same(found: Any, expected: dict[str, torch.Tensor]) -> None:
     assert all(torch.allclose(found[1][name], expected[name], atol=1e-5) for name in expected)
 
 

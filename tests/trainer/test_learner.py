@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
-from tests.trainer.models import kept_gradients, random_sample, tiny_model
+from tests.trainer.models import kept_gradients, random_sample, samples_of, tiny_model
 from tests.trainer.oracle import config_of, every_loss
 from trainer.follower import Follower
 from trainer.learner import Learner
@@ -43,37 +45,15 @@ def learner(seed: int = 0, kind: str = "forward_kl", **train: Any) -> Learner:
     return Learner(rank_of(kind, seed, **train))
 
 
-def gradients(batch: list[Sample], kind: str, budget: int, **train: Any) -> Any:
-    made = rank_of(kind, tokens_per_micro_batch=budget, **train)
+def gradients(
+    batch: list[Sample], kind: str = "forward_kl", dtype: torch.dtype = torch.float32, **train: Any
+) -> dict[str, torch.Tensor]:
+    """As the optimizer of a step gets them."""
+    made = rank_of(kind, **train)
+    made.model.to(dtype)
     kept = kept_gradients(made)
     Learner(made).train_batch(batch)
     return kept
-
-
-@pytest.mark.parametrize("kind", every_loss())
-@pytest.mark.parametrize("budget", [1, 12, 20])
-def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
-    kind: str, budget: int
-) -> None:
-    batch = samples(k=6)
-    whole, split = gradients(batch, kind, 10**6), gradients(batch, kind, budget)
-    assert all(torch.allclose(whole[name], split[name], atol=1e-6) for name in whole)
-
-
-def test_the_gradient_does_not_depend_on_the_chunks_of_logits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = gradients(samples(), "forward_kl", 10**6)
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": 2 * 32 * 4})
-    split = gradients(samples(), "forward_kl", 10**6)
-    assert all(torch.allclose(whole[name], split[name], atol=1e-6) for name in whole)
-
-
-def test_the_loss_is_a_mean_over_response_tokens() -> None:
-    batch = samples()
-    one = learner().train_batch(batch).metrics["loss/total"]
-    two = learner().train_batch([*batch, *batch]).metrics["loss/total"]
-    assert one == pytest.approx(two, rel=1e-5)
 
 
 def test_forward_kl_falls() -> None:
@@ -82,28 +62,14 @@ def test_forward_kl_falls() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_the_policy_gradient_lowers_the_sampled_gap_to_the_teacher() -> None:
-    """On fixed tokens that the teacher finds more likely than the student does."""
-    made = learner(kind="k1", lr=1e-2)
-    batch = [sample for sample in samples(k=0) if len(sample.rollout.response_ids)]
-    gaps = [abs(made.train_batch(batch).metrics["loss/k1"]) for _ in range(20)]
-    assert gaps[-1] < gaps[0]
-
-
-def test_the_next_report_has_what_was_noted_once() -> None:
+def test_a_step_reports_notes_once_and_its_weights_are_published() -> None:
     made = learner()
     note("compiled")
     assert made.train_batch(samples()).notes == ("compiled",)
     assert made.train_batch(samples()).notes == ()
-
-
-def test_two_equal_runs_give_equal_weights() -> None:
-    first, second = learner(), learner()
-    for _ in range(3):
-        first.train_batch(samples())
-        second.train_batch(samples())
-    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    made.train_batch(samples())
+    state = made.model.state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in made.named_weights())
 
 
 def poisoned() -> list[Sample]:
@@ -112,12 +78,9 @@ def poisoned() -> list[Sample]:
     return batch
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_uids() -> None:
+def test_a_loss_that_is_not_finite_stops_with_the_uids_or_is_left_out() -> None:
     with pytest.raises(StageError, match="p0/0"):
         learner().train_batch(poisoned())
-
-
-def test_a_step_that_is_not_finite_is_left_out_if_the_config_says_so() -> None:
     made = learner(on_nonfinite="skip")
     before = [parameter.clone() for parameter in made.model.parameters()]
     report = made.train_batch(poisoned())
@@ -186,11 +149,6 @@ def test_mixed_scores_are_refused_however_they_are_split(budget: int) -> None:
         learner(kind="k1", tokens_per_micro_batch=budget).train_batch(batch)
 
 
-def test_sampled_token_scores_are_refused_by_forward_kl() -> None:
-    with pytest.raises(ValueError, match="needs a top-k support"):
-        learner().train_batch(samples(k=0))
-
-
 @pytest.mark.parametrize("field", ["logprobs", "sampled_logprobs"])
 def test_a_teacher_score_that_is_not_a_number_is_refused(field: str) -> None:
     batch = samples()
@@ -220,7 +178,7 @@ def reference_loss(made: Learner, batch: list[Sample]) -> float:
 
 @pytest.mark.parametrize("budget", [1, 12, 10**6])
 @pytest.mark.parametrize("chunk", [1, 4, 1024])
-def test_the_loss_is_that_of_the_response_tokens_alone(
+def test_only_responses_have_a_loss(
     budget: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": chunk * 32 * 8})
@@ -239,21 +197,10 @@ def test_a_batch_without_response_tokens_after_a_step_still_changes_nothing() ->
     assert same(before, weights(made))
 
 
-def test_a_batch_without_response_tokens_is_a_step() -> None:
+def test_a_batch_without_response_tokens_is_a_step_without_a_loss() -> None:
     made = learner(warmup_steps=4)
-    made.train_batch([random_sample(0, 0, k=6)])
+    assert made.train_batch([random_sample(0, 0, k=6)]).metrics["loss/total"] == 0
     assert made.train_batch(samples()).metrics["train/lr"] == pytest.approx(0.5e-3)
-
-
-def test_published_weights_are_float32_on_a_cpu() -> None:
-    assert {weight.dtype for _, weight in learner().named_weights()} == {torch.float32}
-
-
-def test_published_weights_are_those_after_the_step() -> None:
-    made = learner()
-    made.train_batch(samples())
-    state = made.model.state_dict()
-    assert all(torch.equal(weight, state[name]) for name, weight in made.named_weights())
 
 
 def test_rollout_gap_is_the_mean_distance_to_the_rollout_logprobs() -> None:
@@ -269,78 +216,65 @@ def test_rollout_gap_is_the_mean_distance_to_the_rollout_logprobs() -> None:
     assert gap == pytest.approx(expected, rel=1e-5)
 
 
-def test_gradients_are_clipped_to_the_norm() -> None:
-    kept = gradients(samples(), "forward_kl", 10**6, max_grad_norm=1e-2)
+def test_gradients_are_clipped_and_the_norm_before_it_is_reported() -> None:
+    kept = gradients(samples(), max_grad_norm=1e-2)
     squares = [gradient.square().sum() for gradient in kept.values()]
     assert float(torch.stack(squares).sum().sqrt()) == pytest.approx(1e-2, rel=1e-3)
-
-
-def test_the_reported_gradient_norm_is_the_one_before_clipping() -> None:
     free, bound = (learner(max_grad_norm=norm).train_batch(samples()) for norm in (1e9, 1e-2))
     assert bound.metrics["train/grad_norm"] == free.metrics["train/grad_norm"]
 
 
 class Watched(SingleRank):
-    """Records that the ranks are marked broken."""
+    """Records what is sent to a second rank, which computes nothing; and that ranks are broken."""
 
     broken = False
 
-    def __init__(self) -> None:
-        self.dispatched: list[str] = []
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+        self.sent: list[tuple[str, Any]] = []
 
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
-        self.dispatched.append(method)
-        return list
+    @property
+    def dispatched(self) -> list[str]:
+        return [method for method, _ in self.sent]
+
+    def dispatch(self, method: str, arguments: Sequence[Any]) -> Callable[[], list[Any]]:
+        self.sent += [(method, given) for given in arguments or [()]]
+        answer = BackwardResult({}, 0.0) if method == "backward" else None
+        return lambda: [answer] * (self.ranks - 1)
 
     def mark_broken(self) -> None:
         self.broken = True
 
 
-def of_a_rank_group(rank_group: Watched) -> Learner:
-    objective = build_objective(ForwardKLConfig())
-    rank = Rank(tiny_model(), objective, TrainConfig(), torch.device("cpu"))
-    return Learner(rank, rank_group=rank_group)
-
-
-def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", ["trainer.rank.Rank.backward", "trainer.learner.step_metrics"])
+def test_an_error_within_a_step_leaves_the_other_ranks_out_of_step_and_frees_the_gradients(
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank_group = Watched()
-    made = of_a_rank_group(rank_group)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(Rank, "backward", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        made.train_batch(samples())
-    assert rank_group.broken
-
-
-def test_an_error_after_the_gradients_breaks_the_group_and_frees_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rank_group = Watched()
-    made = of_a_rank_group(rank_group)
-
-    def fail(*_: Any) -> None:
-        raise KeyError("total")
-
-    monkeypatch.setattr("trainer.learner.step_metrics", fail)
-    with pytest.raises(KeyError, match="total"):
+    made = Learner(rank_of(), rank_group=rank_group)
+    monkeypatch.setattr(place, Mock(side_effect=KeyError("out of memory")))
+    with pytest.raises(KeyError, match="out of memory"):
         made.train_batch(samples())
     assert rank_group.broken
     assert all(parameter.grad is None for parameter in made.model.parameters())
 
 
-def test_a_step_that_is_not_finite_frees_all_ranks_gradients_and_leaves_them_in_step() -> None:
+@pytest.mark.parametrize(
+    ("batch", "error", "dispatched"),
+    [
+        (poisoned(), StageError, ["backward", "apply"]),
+        ([*samples(k=0), *samples(k=6)], TypeError, []),
+    ],
+    ids=["not finite", "of several kinds"],
+)
+def test_a_refused_batch_breaks_no_rank(
+    batch: list[Sample], error: Any, dispatched: list[str]
+) -> None:
+    """Gradients of all ranks are freed where there are some."""
     rank_group = Watched()
-    with pytest.raises(StageError, match="not a number"):
-        of_a_rank_group(rank_group).train_batch(poisoned())
-    assert rank_group.dispatched == ["backward", "apply"]
-    assert not rank_group.broken
+    with pytest.raises(error, match=r"not a number|several kinds"):
+        Learner(rank_of(), rank_group=rank_group).train_batch(batch)
+    assert (rank_group.dispatched, rank_group.broken) == (dispatched, False)
 
 
 def saving(made: Learner, folder: Path) -> None:
@@ -352,7 +286,7 @@ def saving(made: Learner, folder: Path) -> None:
 def test_a_config_that_transformers_does_not_save_leaves_them_in_step(tmp_path: Path) -> None:
     """It is a ValueError, after all weights were gathered."""
     rank_group = Watched()
-    made = of_a_rank_group(rank_group)
+    made = Learner(rank_of(), rank_group=rank_group)
     made.model.generation_config.temperature = -1.0
     with pytest.raises(ValueError, match="temperature"):
         saving(made, tmp_path)
@@ -360,11 +294,9 @@ def test_a_config_that_transformers_does_not_save_leaves_them_in_step(tmp_path: 
     assert not rank_group.broken
 
 
-def test_a_gather_that_fails_in_an_export_leaves_them_out_of_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_gather_breaks_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_group = Watched()
-    made = of_a_rank_group(rank_group)
+    made = Learner(rank_of(), rank_group=rank_group)
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("connection closed")
@@ -376,75 +308,66 @@ def test_a_gather_that_fails_in_an_export_leaves_them_out_of_step(
     assert rank_group.broken
 
 
-def test_a_batch_that_is_refused_leaves_them_in_step() -> None:
-    rank_group = Watched()
-    with pytest.raises(TypeError, match="several kinds"):
-        of_a_rank_group(rank_group).train_batch([*samples(k=0), *samples(k=6)])
-    assert not rank_group.broken
-
-
-class Recorded(SingleRank):
-    """Two ranks of which the second computes nothing; what it is sent is kept."""
-
-    ranks = 2
-
-    def __init__(self) -> None:
-        self.dispatched: list[tuple[str, Any]] = []
-
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
-        self.dispatched.append((method, arguments[0]))
-        return lambda: [BackwardResult({}, 0.0) if method == "backward" else None]
-
-
-def test_another_rank_is_sent_its_parts_of_a_step_in_messages_of_bounded_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_rank_is_sent_messages_of_bounded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [random_sample(index, 5, k=6) for index in range(8)]
     monkeypatch.setattr("trainer.learner.cut", partial(cut, most=2 * batch[0].nbytes))
-    rank_group = Recorded()
-    config = TrainConfig.model_validate({"tokens_per_micro_batch": 1})
-    objective = build_objective(ForwardKLConfig())
-    rank = Rank(tiny_model(), objective, config, torch.device("cpu"))
-    Learner(rank, rank_group=rank_group).train_batch(batch)
-    assert [method for method, _ in rank_group.dispatched] == ["take", "take", "backward", "apply"]
-    assert [len(parts) for method, (*given,) in rank_group.dispatched[:2] for parts in given] == [
-        2,
-        2,
-    ]
+    rank_group = Watched(2)
+    Learner(rank_of(tokens_per_micro_batch=1), rank_group=rank_group).train_batch(batch)
+    assert rank_group.dispatched == ["take", "take", "backward", "apply"]
+    assert [len(parts) for _, (parts,) in rank_group.sent[:2]] == [2, 2]
+
+
+class Kept:
+    """A rank that notes what it computes."""
+
+    def __init__(self) -> None:
+        self.computed: list[list[str]] = []
+
+    def backward(self, parts: list[str], *given: Any) -> BackwardResult:
+        self.computed.append(parts)
+        return BackwardResult({}, 0.0)
 
 
 async def test_a_follower_computes_all_that_it_has_taken_once() -> None:
-    computed: list[list[str]] = []
-
-    class Kept:
-        def backward(self, parts: list[str], *given: Any) -> BackwardResult:
-            computed.append(parts)
-            return BackwardResult({}, 0.0)
-
     rank: Any = Kept()
-    follower = Follower(rank)
-    first, second, third = ("one", "two", "three")
-    await follower.take([first, second])  # type: ignore[list-item]
-    await follower.take([third])  # type: ignore[list-item]
+    follower: Any = Follower(rank)
+    await follower.take(["one", "two"])
+    await follower.take(["three"])
     await follower.backward()
     await follower.backward()
-    assert computed == [["one", "two", "three"], []]
+    assert rank.computed == [["one", "two", "three"], []]
 
 
 async def test_a_follower_computes_the_batch_of_the_number_and_lets_earlier_ones_go() -> None:
     """The next batch is fetched while one is computed; another one may not be trained at all."""
-    computed: list[Any] = []
-
-    class Kept:
-        def backward(self, parts: Any, *given: Any) -> BackwardResult:
-            computed.append(parts)
-            return BackwardResult({}, 0.0)
-
     rank: Any = Kept()
-    follower = Follower(rank)
-    follower._fetched = {1: ("given up",), 2: ("now",), 3: ("next",)}  # type: ignore[dict-item]
-    await follower.backward(2)
-    assert computed == [["now"]]
-    assert follower._fetched == {3: ("next",)}
+    follower: Any = Follower(rank)
+    follower._fetched = {1: ("given up",), 2: ("now",), 3: ("next",)}
+    for number in (2, 3):
+        await follower.backward(number)
+    assert rank.computed == [["now"], ["next"]]
+    with pytest.raises(KeyError):
+        await follower.backward(1)
+
+
+# ── any split into micro-batches, in any order, gives the same gradient ────────────────────────
+
+SPLIT = samples_of(5, 1, 0, 9, 3)
+
+
+@cache
+def unsplit(kind: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return gradients(SPLIT, kind, dtype, tokens_per_micro_batch=10**6, max_grad_norm=1e9)
+
+
+@pytest.mark.parametrize("kind", every_loss())
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@settings(max_examples=3, deadline=None)
+@given(budget=st.integers(1, 40), order=st.permutations(range(len(SPLIT))))
+def test_any_split_has_the_same_gradient(
+    kind: str, dtype: torch.dtype, atol: float, budget: int, order: list[int]
+) -> None:
+    train = {"tokens_per_micro_batch": budget, "max_grad_norm": 1e9}
+    split = gradients([SPLIT[index] for index in order], kind, dtype, **train)
+    expected = unsplit(kind, dtype)
+    assert all(torch.allclose(expected[name], split[name], atol=atol) for name in expected)

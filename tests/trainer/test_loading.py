@@ -14,7 +14,8 @@ from torch.distributed import distributed_c10d
 from async_opd.config.run_config import RunConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import samples_of, tiny_model
+from tests.world.config import run_config
 from trainer.build import build_follower, build_learner
 from trainer.follower import Follower
 from trainer.losses import build_objective
@@ -29,19 +30,14 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
-BATCH = [random_sample(index, size, k=6) for index, size in enumerate([5, 0, 3, 9])]
+BATCH = samples_of(5, 0, 3, 9)
 IDS = torch.arange(1, 8)[None]
 
 
 def config(path: Path, **train: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": str(path)},
-            "teachers": {"t": {"model": str(path)}},
-            "data": {"train": "none.jsonl"},
-            "train": {"gradient_checkpointing": True, "lr": 1e-2, **train},
-        }
-    )
+    model = {"model": str(path)}
+    train = {"gradient_checkpointing": True, "lr": 1e-2, **train}
+    return run_config(student=model, teachers={"t": model}, train=train)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +96,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad():
-            return model(IDS, use_cache=False).logits.clone()  # type: ignore[no-any-return]
+            return model(IDS, use_cache=False).logits.clone()
 
     def rank_of(name: str, spec: RankSpec | None) -> tuple[Any, Any, Any]:
         student = EmptyStudent(folder / name, 64)
@@ -132,18 +128,14 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "Phi3"])
-def test_the_whole_model_of_ranks_computes_what_the_model_itself_does(
-    name: str, wholes: dict[str, Any]
-) -> None:
+def test_the_whole_model_of_ranks_is_the_model_itself(name: str, wholes: dict[str, Any]) -> None:
     two, one = wholes[name]
     assert two["logits"] == one["logits"]
     assert two["needs"] == one["needs"]
     assert one["needs"].layers == 2
 
 
-def test_a_block_of_the_whole_model_has_no_weights_once_it_has_computed(
-    wholes: dict[str, Any],
-) -> None:
+def test_a_block_has_no_weights_once_it_has_computed(wholes: dict[str, Any]) -> None:
     assert all(two["freed"] and not one["freed"] for two, one in wholes.values())
 
 

@@ -176,9 +176,7 @@ def alone() -> dict[str, Seen]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_step_has_the_gradients_of_one_rank(
-    found: dict[str, Seen], alone: dict[str, Seen], name: str
-) -> None:
+def test_gradients_of_one_rank(found: dict[str, Seen], alone: dict[str, Seen], name: str) -> None:
     (_, seen), (_, expected) = found[name], alone[name]
     assert seen.keys() == expected.keys()
     for key, gradient in expected.items():
@@ -187,9 +185,7 @@ def test_a_step_has_the_gradients_of_one_rank(
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_step_has_the_metrics_of_one_rank(
-    found: dict[str, Seen], alone: dict[str, Seen], name: str
-) -> None:
+def test_metrics_of_one_rank(found: dict[str, Seen], alone: dict[str, Seen], name: str) -> None:
     (seen, _), (expected, _) = found[name], alone[name]
     assert seen.keys() == expected.keys()
     for key in expected.keys() - OF_THE_DIVISION:

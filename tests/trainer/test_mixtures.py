@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from async_opd.config.sections.train import TrainConfig
-from benchmarks.local_ranks import in_processes
 from tests.trainer.families import made
 from tests.trainer.models import new_rank, random_sample
-from trainer.follower import Follower
+from tests.trainer.ranks import mesh_of, on_ranks
 from trainer.learner import Learner
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
+from trainer.rank_group import RankSpec
 from trainer.student.check import check_rank, check_student
-from trainer.student.sharding import join_mesh
 
-CPU = torch.device("cpu")
 BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 0, 7, 2])]
 
 
@@ -33,9 +29,10 @@ def mixture(**settings: Any) -> Any:
 
 def rank_of(spec: RankSpec | None, tokens: int = 16, **settings: Any) -> Rank:
     train = TrainConfig(lr=1e-2, warmup_steps=0, tokens_per_micro_batch=tokens, dtype="float32")
-    mesh = None if spec is None else join_mesh(spec, CPU)
-    model = mixture(**settings)
-    return new_rank(model, train, mesh=mesh)
+    rank = new_rank(mixture(**settings), train, mesh=mesh_of(spec))
+    if spec is not None:
+        check_rank(rank, check_student(mixture()))
+    return rank
 
 
 def found_by(learner: Learner) -> dict[str, Any]:
@@ -46,26 +43,13 @@ def found_by(learner: Learner) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return found_by(Learner(rank_of(None), rank_group=SINGLE_RANK))
+    return found_by(Learner(rank_of(None)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_several_ranks_train_a_mixture_as_one_does(
-    ranks: int, alone: dict[str, Any], tmp_path: Path
-) -> None:
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
-        rank = rank_of(spec)
-        check_rank(rank, check_student(mixture()))
-        torch.save(found_by(Learner(rank, rank_group=rank_group)), tmp_path / "found.pt")
-
-    def follow(spec: RankSpec) -> Follower:
-        rank = rank_of(spec)
-        check_rank(rank, check_student(mixture()))
-        return Follower(rank)
-
-    in_processes(ranks, lead, follow, 120)
-    found = torch.load(tmp_path / "found.pt", weights_only=True)
+def test_several_ranks_train_a_mixture_as_one_does(ranks: int, alone: dict[str, Any]) -> None:
+    found = on_ranks(ranks, rank_of, found_by)
     for several, one in zip(found["metrics"], alone["metrics"], strict=True):
         assert several["loss/total"] == pytest.approx(one["loss/total"], rel=1e-4)
         assert several["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)

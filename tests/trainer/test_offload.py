@@ -8,26 +8,25 @@ import pytest
 import torch
 
 from async_opd.config.sections.train import TrainConfig
-from tests.trainer.models import new_rank, random_sample, tiny_model
+from tests.trainer.models import new_rank, samples_of, tiny_model
 from tests.trainer.states import state_of
 from trainer.learner import Learner
+from trainer.rank import Rank
 
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16)
-BATCHES = [[random_sample(10 * step + i, 5, k=6) for i in range(3)] for step in range(3)]
+BATCHES = [samples_of(5, 5, 5, first=10 * step) for step in range(3)]
 
 
-def learner() -> Learner:
-    rank = new_rank(tiny_model(), TRAIN)
-    return Learner(rank)
+def learner(rank: Rank | None = None) -> Learner:
+    return Learner(rank or new_rank(tiny_model(), TRAIN))
 
 
 def weights(made: Learner) -> dict[str, torch.Tensor]:
     return dict(made.named_weights())
 
 
-def memory(made: Learner) -> dict[int, torch.UntypedStorage]:
+def memory(rank: Any) -> dict[int, torch.UntypedStorage]:
     """The memory of weights and optimizer by address; it stays allocated while it is held here."""
-    rank: Any = made._rank
     states = [t for state in rank.optimizer.state.values() for t in state.values() if t.ndim]
     return {t.data_ptr(): t.untyped_storage() for t in (*rank.model.parameters(), *states)}
 
@@ -51,23 +50,20 @@ def test_steps_around_an_offload_equal_steps_without(expected: dict[str, torch.T
 
 
 def test_no_weight_and_no_moment_stays_where_it_was() -> None:
-    made = learner()
+    rank = new_rank(tiny_model(), TRAIN)
+    made = learner(rank)
     made.train_batch(BATCHES[0])
-    before = memory(made)
+    before = memory(rank)
     made.offload()
-    assert not before.keys() & memory(made).keys()
+    assert not before.keys() & memory(rank).keys()
 
 
-def test_a_tied_head_stays_tied() -> None:
+def test_a_tied_head_stays_tied_and_the_state_of_an_offloaded_rank_is_its_state() -> None:
     made = learner()
     made.offload()
     made.onload()
     model: Any = made.model
     assert model.lm_head.weight is model.get_input_embeddings().weight
-
-
-def test_the_state_of_an_offloaded_rank_is_its_state() -> None:
-    made = learner()
     made.train_batch(BATCHES[0])
     expected = state_of(made)
     made.offload()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,25 +11,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.models.model_size import Moments, moment_bytes
-from benchmarks.local_ranks import in_processes
 from tests.properties import examples
-from tests.trainer.models import random_sample
+from tests.trainer.models import new_rank, samples_of, tiny_model
+from tests.trainer.ranks import mesh_of, on_ranks
 from tests.trainer.states import restore, state_of
-from trainer.follower import Follower
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.optimizer import LowBitAdamW, adamw, compiled_update
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup, RankSpec
-from trainer.student.sharding import join_mesh
+from trainer.rank_group import RankSpec
 
 torchao = pytest.importorskip("torchao.optim.adam")
 
-CPU = torch.device("cpu")
 LOW: tuple[Moments, ...] = ("bfloat16", "8bit")
 BETAS = (0.9, 0.95)
 
@@ -46,23 +40,8 @@ UPDATE = torchao.single_param_adam
 
 def wide_model(seed: int = 0) -> Any:
     """Matrices with rows of 64 and 128, of which two ranks have unequal parts of the embedding."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=131,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    return Qwen3ForCausalLM(config)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return tiny_model(seed, vocab_size=131, hidden_size=64, intermediate_size=128, **heads)
 
 
 def train_with(moments: Moments, **changes: Any) -> TrainConfig:
@@ -71,11 +50,10 @@ def train_with(moments: Moments, **changes: Any) -> TrainConfig:
 
 
 def learner(moments: Moments, seed: int = 0, **changes: Any) -> Learner:
-    objective = build_objective(ForwardKLConfig())
-    return Learner(Rank(wide_model(seed), objective, train_with(moments, **changes), CPU))
+    return Learner(new_rank(wide_model(seed), train_with(moments, **changes)))
 
 
-BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 7, 2])]
+BATCH = samples_of(5, 1, 9, 3, 7, 2)
 
 
 def steps_of(optimizer: torch.optim.Optimizer, parameter: Any, gradients: Any) -> None:
@@ -147,7 +125,7 @@ def test_compiled_it_computes_what_it_computes_interpreted() -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(64, 64), torch.randn(3, 64, 64)
     found = []
-    for update in (UPDATE, compiled_update(CPU)):
+    for update in (UPDATE, compiled_update(torch.device("cpu"))):
         parameter = torch.nn.Parameter(start.clone())
         optimizer = LowBitAdamW([{"params": [parameter]}], 1e-2, BETAS, "8bit", update)
         steps_of(optimizer, parameter, gradients)
@@ -184,9 +162,7 @@ def curves() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("moments", LOW)
-def test_the_loss_falls_as_with_float32_moments(
-    curves: dict[str, list[float]], moments: Moments
-) -> None:
+def test_the_loss_falls_as_in_float32(curves: dict[str, list[float]], moments: Moments) -> None:
     exact, found = curves["float32"], curves[moments]
     assert exact[-1] < 0.3 * exact[0]
     assert all(abs(a - b) <= 0.05 * exact[0] for a, b in zip(exact, found, strict=True))
@@ -259,17 +235,10 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def of_ranks(moments: Moments, ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def of_ranks(moments: Moments, ranks: int) -> Any:
     """Losses of three steps on several ranks; the state before the last one, and after it."""
-    file = tmp_path_factory.mktemp("optimizer") / "found.pt"
-    objective, train = build_objective(ForwardKLConfig()), train_with(moments)
 
-    def rank_of(spec: RankSpec) -> Rank:
-        return Rank(wide_model(), objective, train, CPU, mesh=join_mesh(spec, CPU))
-
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> Path:
-        assert spec is not None
-        student = Learner(rank_of(spec), rank_group=rank_group)
+    def steps(student: Learner) -> Any:
         losses = [student.train_batch(BATCH).metrics["loss/total"] for _ in range(2)]
         state = state_of(student)
         losses.append(student.train_batch(BATCH).metrics["loss/total"])
@@ -278,13 +247,14 @@ def of_ranks(moments: Moments, ranks: int, tmp_path_factory: pytest.TempPathFact
         student.train_batch(BATCH)
         again = state_of(student)
         assert all(torch.equal(again[name], last[name]) for name in last)
-        torch.save((losses, state, last), file)
-        return file
+        return losses, state, last
+
+    def rank_of(spec: RankSpec | None) -> Rank:
+        return new_rank(wide_model(), train_with(moments), mesh=mesh_of(spec))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.optimizer.compiled_update", lambda device: UPDATE)
-        in_processes(ranks, lead, lambda spec: Follower(rank_of(spec)), 120)
-    return torch.load(file, weights_only=True)
+        return on_ranks(ranks, rank_of, steps)
 
 
 @pytest.mark.slow
@@ -295,9 +265,7 @@ def test_several_ranks_take_the_steps_of_one(of_ranks: Any, moments: Moments) ->
 
 
 @pytest.mark.slow
-def test_one_rank_goes_on_from_the_moments_of_several(
-    of_ranks: Any, ranks: int, moments: Moments
-) -> None:
+def test_one_rank_goes_on_from_several(of_ranks: Any, ranks: int, moments: Moments) -> None:
     _, state, last = of_ranks
     alone = learner(moments, seed=7)
     restore(alone, 2, state)

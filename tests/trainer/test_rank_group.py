@@ -24,9 +24,7 @@ class Others:
         if fails:
             self.failed.set()
 
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
+    def dispatch(self, method: str, arguments: Sequence[Any]) -> Callable[[], list[Any]]:
         raise NotImplementedError
 
     def mark_broken(self) -> None:
@@ -50,12 +48,9 @@ async def fail() -> int:
     raise RuntimeError("connection closed by peer")
 
 
-async def test_one_rank_waits_for_no_other() -> None:
-    assert await run_with_ranks(SINGLE_RANK, answer()) == 42
-
-
-async def test_a_rank_that_is_well_changes_nothing() -> None:
-    assert await run_with_ranks(Others(), answer()) == 42
+async def test_one_rank_waits_for_no_other_and_one_that_is_well_changes_nothing() -> None:
+    for others in (SINGLE_RANK, Others()):
+        assert await run_with_ranks(others, answer()) == 42
 
 
 async def test_work_that_is_done_counts_although_another_rank_fails() -> None:
@@ -67,9 +62,11 @@ async def test_work_that_is_done_counts_although_another_rank_fails() -> None:
     assert await run_with_ranks(others, both()) == 42
 
 
-async def test_a_failure_ends_the_wait_for_work_that_hangs() -> None:
+async def test_a_failure_ends_the_wait_for_work_and_an_own_error_counts_alone() -> None:
     with pytest.raises(StageError, match="trainer/1 died"):
         await run_with_ranks(Others(fails=True), hang())
+    with pytest.raises(RuntimeError, match="connection closed"):
+        await run_with_ranks(Others(), fail(), grace_s=0)
 
 
 async def test_a_broken_collective_is_blamed_on_the_rank_that_died() -> None:
@@ -81,8 +78,3 @@ async def test_a_broken_collective_is_blamed_on_the_rank_that_died() -> None:
 
     with pytest.raises(StageError, match="trainer/1 died"):
         await run_with_ranks(others, breaks())
-
-
-async def test_rank_0s_own_error_is_raised_when_no_other_rank_fails() -> None:
-    with pytest.raises(RuntimeError, match="connection closed"):
-        await run_with_ranks(Others(), fail(), grace_s=0)

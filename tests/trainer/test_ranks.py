@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.batch import Batch
-from async_opd.core.errors import CheckpointError, StageError
+from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from async_opd.weight_sync.layout import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.attention import double_scale, reference
 from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
+from tests.trainer.ranks import mesh_of, on_ranks
 from tests.trainer.states import State, restore, state_of
 from trainer.batches.shares import fetch
 from trainer.follower import Follower
 from trainer.learner import Learner
-from trainer.losses import build_objective
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
+from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.attention import register_kernel
 from trainer.student.check import check_rank, check_student
-from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -117,15 +116,12 @@ def held_logprobs(learner: Learner) -> torch.Tensor:
 
 def ranks(case: Case, folder: Path) -> dict[str, Any]:
     """What the ranks found, in processes of their own: they train, go back and train on."""
-    objective = build_objective(ForwardKLConfig())
     scored: Any = Scored()
 
     def rank_of(spec: RankSpec) -> Rank:
-        mesh = join_mesh(spec, CPU, case.replicate)
-        return Rank(model(case.tied), objective, case.train, CPU, mesh=mesh)
+        return new_rank(model(case.tied), case.train, mesh=mesh_of(spec, case.replicate))
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, Any]:
-        assert spec is not None
         learner = Learner(rank_of(spec), rank_group=rank_group)
         found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
         found["reference"] = held_logprobs(learner)
@@ -195,19 +191,14 @@ def alone(tied: bool) -> tuple[list[dict[str, float]], State, Learner]:
 @pytest.fixture(scope="module")
 def half() -> tuple[dict[str, float], dict[str, float]]:
     """Metrics of a step under bfloat16, of one rank and of two."""
-    objective, train = build_objective(ForwardKLConfig()), TRAIN.model_copy(update=HALF)
 
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
-        mesh = None if spec is None else join_mesh(spec, CPU)
-        learner = Learner(
-            Rank(model(False), objective, train, CPU, mesh=mesh), rank_group=rank_group
-        )
+    def rank_of(spec: RankSpec | None) -> Rank:
+        return new_rank(model(False), TRAIN.model_copy(update=HALF), mesh=mesh_of(spec))
+
+    def step(learner: Learner) -> dict[str, float]:
         return learner.train_batch(BATCHES[0]).metrics
 
-    def follow(spec: RankSpec) -> Follower:
-        return Follower(Rank(model(False), objective, train, CPU, mesh=join_mesh(spec, CPU)))
-
-    return lead(None, SINGLE_RANK), in_processes(RANKS, lead, follow, 120)
+    return step(Learner(rank_of(None))), on_ranks(RANKS, rank_of, step)
 
 
 HALF = {"dtype": "bfloat16"}
@@ -251,21 +242,12 @@ def test_the_state_is_that_of_one_rank(found: dict[str, Any], case: Case, alone:
     assert all(torch.allclose(found["state"][n], t, atol=1e-5) for n, t in expected.items())
 
 
-def test_restored_ranks_repeat_their_steps_bit_for_bit(found: dict[str, Any]) -> None:
-    weights, again = found["weights"], found["weights again"]
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
+@pytest.mark.parametrize("of", ["weights again", "weights of offloaded ranks"])
+def test_restored_or_offloaded_ranks_repeat_steps_exactly(found: dict[str, Any], of: str) -> None:
+    assert all(torch.equal(weight, found[of][name]) for name, weight in found["weights"].items())
 
 
-def test_ranks_that_are_offloaded_between_steps_repeat_them_bit_for_bit(
-    found: dict[str, Any],
-) -> None:
-    weights, again = found["weights"], found["weights of offloaded ranks"]
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-
-
-def test_ranks_that_fetch_their_samples_train_as_those_that_are_given_them(
-    found: dict[str, Any],
-) -> None:
+def test_ranks_that_fetch_samples_train_as_given_ones(found: dict[str, Any]) -> None:
     weights, fetched = found["weights of given"], found["weights of fetched"]
     assert all(torch.equal(weights[name], fetched[name]) for name in weights)
     for given, seen in zip(found["given"], found["fetched"], strict=True):
@@ -282,9 +264,7 @@ def test_the_first_rank_fetches_its_own_samples_only(found: dict[str, Any], case
     assert len(own) <= len(every) * case.context_parallel / case.ranks + len(BATCHES)
 
 
-def test_one_rank_goes_on_from_the_state_of_two(
-    found: dict[str, Any], tied: bool, alone: Alone
-) -> None:
+def test_one_rank_goes_on_from_two(found: dict[str, Any], tied: bool, alone: Alone) -> None:
     learner = Learner(new_rank(model(tied, seed=7), TRAIN))
     restore(learner, 1, found["state"])
     trained(learner, BATCHES[1:])
@@ -303,20 +283,9 @@ def test_the_model_that_is_saved_is_whole(folder: Path, found: dict[str, Any]) -
     assert all(torch.equal(own[name], weights[name]) for name in own)
 
 
-def test_the_model_that_is_saved_has_no_weight_twice(folder: Path, tied: bool) -> None:
-    from safetensors import safe_open
-
-    with safe_open(folder / "model" / "model.safetensors", "pt") as file:
-        assert ("lm_head.weight" in file.keys()) is not tied  # noqa: SIM118
-
-
-def test_in_bfloat16_the_loss_is_that_of_one_rank_up_to_rounding(half: Any) -> None:
+def test_in_bfloat16_the_loss_is_that_of_one_rank_and_its_inputs_are_not_rounded(half: Any) -> None:
     one, two = half
     assert math.isclose(two["loss/total"], one["loss/total"], rel_tol=0.03)
-
-
-def test_in_bfloat16_the_inputs_of_the_loss_are_not_rounded(half: Any) -> None:
-    one, two = half
     assert math.isclose(two["loss/teacher_topk_mass"], one["loss/teacher_topk_mass"], rel_tol=1e-6)
     assert math.isclose(two["loss/total"], two["loss/distillation"], rel_tol=1e-5)
 
@@ -324,34 +293,19 @@ def test_in_bfloat16_the_inputs_of_the_loss_are_not_rounded(half: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_rank_checks_the_path_that_trains(dtype: str, tmp_path: Path) -> None:
     """The first passes and trains; the kernel of the second differs from eager attention."""
-    train = TRAIN.model_copy(update={"dtype": dtype})
-    objective = build_objective(ForwardKLConfig())
 
-    def rank_of(spec: RankSpec, kernel: Any) -> tuple[Any, Rank]:
+    def rank_of(spec: RankSpec | None) -> Rank:
         made = families.mistral(window=64)
         exact = check_student(made)
-        register_kernel("packed_test", kernel)
+        register_kernel("packed_test", double_scale if spec.rank else reference)
         made.set_attn_implementation("packed_test")
-        return exact, Rank(made, objective, train, CPU, mesh=join_mesh(spec, CPU))
-
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> float:
-        assert spec is not None
-        exact, rank = rank_of(spec, reference)
-        check_rank(rank, exact)
-        return Learner(rank, rank_group=rank_group).train_batch(BATCHES[0]).metrics["loss/total"]
-
-    def follow(spec: RankSpec) -> Follower:
-        exact, rank = rank_of(spec, double_scale)
-        with pytest.raises(StageError) as error:
+        rank = new_rank(made, TRAIN.model_copy(update={"dtype": dtype}), mesh=mesh_of(spec))
+        with pytest.raises(StageError) if spec.rank else nullcontext() as error:
             check_rank(rank, exact)
-        (tmp_path / "refused").write_text(error.value.cause)
-        return Follower(rank)
+        if error is not None:
+            (tmp_path / "refused").write_text(error.value.cause)
+        return rank
 
-    assert math.isfinite(in_processes(RANKS, lead, follow, 120))
+    loss = on_ranks(RANKS, rank_of, lambda of: of.train_batch(BATCHES[0]).metrics["loss/total"])
+    assert math.isfinite(loss)
     assert "of MistralForCausalLM differ from the model's own" in (tmp_path / "refused").read_text()
-
-
-def test_a_state_of_another_model_is_refused(found: dict[str, Any]) -> None:
-    learner = Learner(new_rank(tiny_model(), TRAIN))
-    with pytest.raises(CheckpointError, match="another model"):
-        restore(learner, 1, {k: v for k, v in found["state"].items() if "norm" not in k})

@@ -32,7 +32,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs or {}))
 
@@ -62,19 +62,18 @@ def found() -> dict[Recomputation, Seen]:
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_the_gradients_are_those_of_activations_that_are_kept(
+def test_gradients_are_those_of_kept_ones(
     found: dict[Recomputation, Seen], kind: Recomputation
 ) -> None:
     for expected, gradient in zip(found["none"].gradients, found[kind].gradients, strict=True):
         assert torch.equal(gradient, expected)
 
 
-def test_the_more_is_computed_again_the_less_is_kept(found: dict[Recomputation, Seen]) -> None:
+def test_the_more_is_computed_again_the_less_is_kept_and_selective_keeps_products(
+    found: dict[Recomputation, Seen],
+) -> None:
     none, selective, full = (found[kind].activations for kind in KINDS)
     assert full < 0.5 * selective
     assert selective < 0.8 * none
-
-
-def test_selective_computes_no_matrix_product_again(found: dict[Recomputation, Seen]) -> None:
     none, selective, full = (found[kind].products for kind in KINDS)
     assert none == selective < full

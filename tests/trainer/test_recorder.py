@@ -24,21 +24,18 @@ from async_opd.microscope import (
     SampleRecord,
     records,
 )
-from benchmarks.local_ranks import in_processes
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.oracle import DIVERGENCES, config_of, every_loss
+from tests.trainer.ranks import CPU, mesh_of, on_ranks
 from trainer.batches.token_weights import TokenWeighting
-from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
 from trainer.notes import drain_notes
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
+from trainer.rank_group import RankSpec
 from trainer.recording.recorder import Recorder
-from trainer.student.sharding import join_mesh
 from trainer.teacher_heads import TeacherHead
 
-CPU = torch.device("cpu")
 SIZES = [5, 1, 0, 9, 3, 7]
 VARIED: dict[str, dict[str, Any]] = {
     "reverse_kl": {"clamp": 0.5, "importance_cap": 1.1},
@@ -64,29 +61,28 @@ def recorder(folder: Path, rank: int = 0, share: float = 1.0, top_k: int = 3) ->
     return Recorder(writer, seed=0, share=share, top_k=top_k, speller=Numbers)
 
 
+FORWARD = {"kind": "forward_kl"}
+
+
 def learner_of(
     to: Path | Recorder | None,
-    loss: dict[str, Any],
+    loss: dict[str, Any] = FORWARD,
     reward: RewardConfig | None = None,
-    spec: RankSpec | None = None,
-    rank_group: RankGroup = SINGLE_RANK,
     heads: Any = None,
     **train: Any,
 ) -> Learner:
     config: Any = TypeAdapter(Loss).validate_python(loss)
-    rank = rank_of(config, reward, spec, heads, **train)
-    own = 0 if spec is None else spec.rank
-    rank.recorder = recorder(to, own) if isinstance(to, Path) else to
-    return Learner(rank, TokenWeighting.of(config, reward, 16), rank_group)
+    rank = rank_of(config, reward, None, heads, **train)
+    rank.recorder = recorder(to) if isinstance(to, Path) else to
+    return Learner(rank, TokenWeighting.of(config, reward, 16))
 
 
 def rank_of(
     loss: Any, reward: RewardConfig | None, spec: RankSpec | None, heads: Any = None, **train: Any
 ) -> Rank:
     settings = {"lr": 1e-3, "warmup_steps": 0, "steps": 50, "dtype": "float32", **train}
-    mesh = None if spec is None else join_mesh(spec, CPU)
-    config = TrainConfig.model_validate(settings)
-    return Rank(tiny_model(), build_objective(loss, reward), config, CPU, heads, mesh=mesh)
+    config, objective = TrainConfig.model_validate(settings), build_objective(loss, reward)
+    return Rank(tiny_model(), objective, config, CPU, heads, mesh=mesh_of(spec))
 
 
 def batch(k: int = 6) -> list[Sample]:
@@ -137,7 +133,7 @@ def test_with_a_reward_both_losses_and_the_advantage_are_recorded(tmp_path: Path
         replace(one, rollout=replace(one.rollout, uid=f"p/{index}"))
         for index, one in enumerate(batch())
     ]
-    made = learner_of(tmp_path, {"kind": "forward_kl"}, RewardConfig(grader="exact", weight=0.5))
+    made = learner_of(tmp_path, FORWARD, RewardConfig(grader="exact", weight=0.5))
     metrics = made.train_batch(samples).metrics
     found = recorded(tmp_path, made)
     assert total(found, "total") == pytest.approx(metrics["loss/total"], rel=1e-5)
@@ -149,7 +145,7 @@ def test_with_a_reward_both_losses_and_the_advantage_are_recorded(tmp_path: Path
 
 
 def test_the_log_probabilities_are_those_of_the_student_before_the_step(tmp_path: Path) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"}, tokens_per_micro_batch=12)
+    made = learner_of(tmp_path, tokens_per_micro_batch=12)
     made.version = 4
     made.train_batch(batch())
     model = tiny_model().eval()
@@ -169,10 +165,10 @@ def test_the_log_probabilities_are_those_of_the_student_before_the_step(tmp_path
         assert np.allclose(one["student_logprob"], chosen, atol=1e-5)
         assert np.allclose(one["student_logprobs"], top.values, atol=1e-5)
         assert (one["student_ids"] == top.indices.numpy()).all()
-        assert (one["support_ids"] == sample.scores.ids[:, :3]).all()  # type: ignore[union-attr]
+        assert (one["support_ids"] == sample.scores.ids[:, :3]).all()
         support = np.take_along_axis(logq.numpy(), one["support_ids"].astype(np.int64), 1)
         assert np.allclose(one["support_student_logprobs"], support, atol=1e-5)
-        teachers = sample.scores.logprobs[:, :3]  # type: ignore[union-attr]
+        teachers = sample.scores.logprobs[:, :3]
         assert np.allclose(one["support_teacher_logprobs"], teachers)
         assert np.allclose(one["rollout_logprob"], rollout.rollout_logprobs)
         assert one["position"].tolist() == list(range(len(one)))
@@ -182,9 +178,7 @@ def test_the_log_probabilities_are_those_of_the_student_before_the_step(tmp_path
         assert one.prompt == Numbers().decode(rollout.prompt.token_ids.tolist())
 
 
-def test_of_a_whole_vocabulary_the_teachers_most_probable_tokens_are_recorded(
-    tmp_path: Path,
-) -> None:
+def test_of_a_vocabulary_the_teachers_best_tokens_are_recorded(tmp_path: Path) -> None:
     teacher = tiny_model(3)
     weight = teacher.lm_head.weight.detach()
     heads = {"t": TeacherHead("t", weight)}
@@ -207,13 +201,11 @@ def test_of_a_whole_vocabulary_the_teachers_most_probable_tokens_are_recorded(
             assert np.allclose(one["support_teacher_logprobs"], top.values, atol=1e-4)
 
 
-def test_micro_batches_and_chunks_do_not_change_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = learner_of(tmp_path / "whole", {"kind": "forward_kl"})
+def test_splits_do_not_change_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = learner_of(tmp_path / "whole")
     made.train_batch(batch())
     monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": 2 * VOCABULARY * 4})
-    split = learner_of(tmp_path / "split", {"kind": "forward_kl"}, tokens_per_micro_batch=12)
+    split = learner_of(tmp_path / "split", tokens_per_micro_batch=12)
     split.train_batch(batch())
     assert_equal(recorded(tmp_path / "whole", made), recorded(tmp_path / "split", split))
 
@@ -229,22 +221,18 @@ def assert_equal(ones: dict[str, SampleRecord], others: dict[str, SampleRecord])
 @pytest.mark.slow
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
-    loss: Any = TypeAdapter(Loss).validate_python({"kind": "forward_kl"})
-    train: dict[str, Any] = {"ranks": 2, "context_parallel": sharing}
+    def of(spec: RankSpec | None) -> Rank:
+        rank = rank_of(config_of("forward_kl"), None, spec, ranks=2, context_parallel=sharing)
+        rank.recorder = recorder(tmp_path / "two", spec.rank)
+        return rank
 
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
-        made = learner_of(tmp_path / "two", {"kind": "forward_kl"}, None, spec, rank_group, **train)
+    def step(made: Learner) -> dict[str, float]:
         metrics = made.train_batch(batch()).metrics
         made.compared("flush_records")
         return metrics
 
-    def follow(spec: RankSpec) -> Follower:
-        rank = rank_of(loss, None, spec, **train)
-        rank.recorder = recorder(tmp_path / "two", spec.rank)
-        return Follower(rank)
-
-    metrics = in_processes(2, lead, follow, 120)
-    alone = learner_of(tmp_path / "one", {"kind": "forward_kl"})
+    metrics = on_ranks(2, of, step)
+    alone = learner_of(tmp_path / "one")
     alone.train_batch(batch())
     two = {one.uid: one for one in records(tmp_path / "two")}
     assert_equal(recorded(tmp_path / "one", alone), two)
@@ -252,7 +240,7 @@ def test_two_ranks_record_what_one_does(sharing: int, tmp_path: Path) -> None:
 
 
 def test_the_share_that_is_recorded_does_not_depend_on_the_batch(tmp_path: Path) -> None:
-    made = learner_of(recorder(tmp_path, share=0.3), {"kind": "forward_kl"})
+    made = learner_of(recorder(tmp_path, share=0.3))
     first, second = batch()[:4], batch()[2:]
     for samples in (first, second, first[::-1]):
         made.train_batch(samples)
@@ -265,20 +253,18 @@ def test_the_share_that_is_recorded_does_not_depend_on_the_batch(tmp_path: Path)
 
 
 def test_a_step_that_is_not_finite_is_recorded_with_its_reason(tmp_path: Path) -> None:
-    made = learner_of(tmp_path, {"kind": "forward_kl"}, on_nonfinite="skip")
+    made = learner_of(tmp_path, on_nonfinite="skip")
     poisoned = batch()
-    poisoned[0].scores.logprobs[0, 0] = np.nan  # type: ignore[union-attr]
+    poisoned[0].scores.logprobs[0, 0] = np.nan
     made.train_batch(poisoned)
     one = recorded(tmp_path, made)["p0/0"]
     assert "loss nan" in one.skipped
     assert np.isnan(one["distillation"]).tolist() == [True, *[False] * 4]
 
 
-def test_values_of_a_step_that_failed_are_in_no_later_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_is_in_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = recorder(tmp_path)
-    made = learner_of(own, {"kind": "forward_kl"}, tokens_per_micro_batch=12)
+    made = learner_of(own, tokens_per_micro_batch=12)
     take, calls = own.take, list[int]()
 
     def failing(*given: Any) -> None:
@@ -294,19 +280,19 @@ def test_values_of_a_step_that_failed_are_in_no_later_record(
 
 
 @pytest.mark.parametrize(("first", "removed"), [(False, 0), (True, 5)])
-def test_of_ranks_that_share_rows_one_counts_what_is_left_out(
+def test_one_sharing_rank_counts_what_is_left_out(
     first: bool, removed: int, tmp_path: Path
 ) -> None:
     writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20, stride=2)  # no record of step 1
     own = Recorder(writer, seed=0, share=1.0, top_k=3, speller=Numbers)
     own.first = first
-    made = learner_of(own, {"kind": "forward_kl"})
+    made = learner_of(own)
     assert made.train_batch(batch()).metrics["microscope/removed"] == removed
 
 
 def test_an_error_of_writing_is_noted_once_and_ends_no_step(tmp_path: Path) -> None:
     (tmp_path / MICROSCOPE).touch()  # where the folder would be
-    made = learner_of(tmp_path, {"kind": "forward_kl"})
+    made = learner_of(tmp_path)
     noted = []
     for _ in range(3):
         noted += made.train_batch(batch()).notes
@@ -327,22 +313,20 @@ def test_a_step_whose_writer_is_behind_is_lost_and_counted(tmp_path: Path) -> No
             return super().decode(ids)
 
     writer = RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20)
-    made = learner_of(
-        Recorder(writer, seed=0, share=1.0, top_k=3, speller=Slow), {"kind": "forward_kl"}
-    )
+    made = learner_of(Recorder(writer, seed=0, share=1.0, top_k=3, speller=Slow))
     lost = [made.train_batch(batch()).metrics["microscope/lost"] for _ in range(2)]
     disk.set()
     assert lost == [0, 5]
 
 
 def test_without_a_share_nothing_is_recorded_and_no_metric_is_there(tmp_path: Path) -> None:
-    report = learner_of(None, {"kind": "forward_kl"}).train_batch(batch())
+    report = learner_of(None).train_batch(batch())
     assert not [key for key in report.metrics if key.startswith("microscope/")]
     assert not {"loss/student_logprob", "loss/teacher_logprob"} & report.metrics.keys()
 
 
 def test_recording_changes_no_bit_of_a_step(tmp_path: Path) -> None:
-    with_, without = (learner_of(f, {"kind": "forward_kl"}) for f in (tmp_path, None))
+    with_, without = (learner_of(f) for f in (tmp_path, None))
     for made in (with_, without):
         made.train_batch(batch())
     pairs = zip(with_.model.parameters(), without.model.parameters(), strict=True)

@@ -14,7 +14,7 @@ from async_opd.core.errors import StageError
 from async_opd.weight_sync.layout import Reference, held_rows
 from benchmarks.local_ranks import in_processes
 from tests.engines import reference_logprobs
-from tests.trainer.models import VOCABULARY, new_rank, random_sample, tiny_model
+from tests.trainer.models import VOCABULARY, bare_stage, new_rank, random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.publisher import Publisher
@@ -30,7 +30,7 @@ ROWS = held_rows(VOCABULARY, 60)
 
 
 def learner(model: Any, dtype: str = "float32") -> Learner:
-    train = TrainConfig(lr=1e-2, dtype=dtype, tokens_per_micro_batch=64)  # type: ignore[arg-type]
+    train = TrainConfig(lr=1e-2, dtype=dtype, tokens_per_micro_batch=64)
     return Learner(new_rank(model, train))
 
 
@@ -50,20 +50,15 @@ def spread(model: Any) -> Any:
     return model
 
 
-def test_the_log_probabilities_are_the_models_own() -> None:
-    model = spread(tiny_model())
-    found = learner(model).reference(ROWS)
-    np.testing.assert_allclose(np.concatenate(found.logprobs), own(model), atol=1e-5)
-
-
-def test_they_are_those_of_the_weights_after_a_step() -> None:
+def test_the_log_probabilities_are_the_models_own_also_after_a_step() -> None:
     model = spread(tiny_model())
     made = learner(model)
-    before = made.reference(ROWS)
+    before = np.concatenate(made.reference(ROWS).logprobs)
+    np.testing.assert_allclose(before, own(model), atol=1e-5)
     made.train_batch([random_sample(0, 5, k=6)])
     found = np.concatenate(made.reference(ROWS).logprobs)
     np.testing.assert_allclose(found, own(model), atol=1e-5)
-    assert np.abs(found - np.concatenate(before.logprobs)).mean() > 1e-3
+    assert np.abs(found - before).mean() > 1e-3
 
 
 @pytest.mark.parametrize("scheme", ["int4_group32", "fp8_per_block"])
@@ -123,24 +118,14 @@ def test_temperature_and_loss_of_the_run_do_not_matter() -> None:
     np.testing.assert_allclose(np.concatenate(found.logprobs), own(model), atol=1e-5)
 
 
-def test_the_random_state_of_training_is_untouched() -> None:
-    made = learner(tiny_model())
-    before = torch.get_rng_state()
-    made.reference(ROWS)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_no_gradient_and_no_hook_stays_behind() -> None:
-    model = tiny_model()
+def test_no_gradient_and_no_hook_stays_behind_and_no_random_state_changes() -> None:
+    model, before = tiny_model(), torch.get_rng_state()
     first, second = (learner(model).reference(ROWS) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(not module._forward_hooks for module in model.modules())
-    assert same(first, second)
-
-
-def same(one: Reference, other: Reference) -> bool:
-    pairs = zip(one.logprobs, other.logprobs, strict=True)
-    return one.noise == other.noise and all(np.array_equal(a, b) for a, b in pairs)
+    assert first.noise == second.noise
+    assert all(map(np.array_equal, first.logprobs, second.logprobs))
 
 
 def test_the_noise_is_in_proportion_to_the_relative_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +158,7 @@ def test_jitter_keeps_dtype_and_zeros() -> None:
 def stage(made: Learner, rows: Any = ROWS) -> TrainerStage:
     """A training stage without a queue."""
     publisher = Publisher(made.named_weights, cast(Any, None), digests=True)
-    queue: Any = None
-    return TrainerStage(made, publisher, queue, max_version_lag=None, model_dir="", held_rows=rows)
+    return bare_stage(made, None, publisher, held_rows=rows)
 
 
 async def test_a_snapshot_that_is_compared_has_the_reference_of_what_is_sent() -> None:
@@ -182,7 +166,6 @@ async def test_a_snapshot_that_is_compared_has_the_reference_of_what_is_sent() -
     made = learner(model)
     meta = await stage(made).snapshot(3, compare=True)
     made.train_batch([random_sample(0, 5, k=6)])
-    assert meta.reference is not None
     sent = spread(tiny_model())
     np.testing.assert_allclose(np.concatenate(meta.reference.logprobs), own(sent), atol=1e-5)
     assert len(meta.digests) == len(meta.names)
@@ -205,6 +188,6 @@ async def test_no_weight_changes_between_the_copies_and_their_reference() -> Non
         locked.append(training._weights.locked())
         return reference(rows)
 
-    made.reference = noted  # type: ignore[method-assign]
+    made.reference = noted
     await training.snapshot(1, compare=True)
     assert locked == [True]

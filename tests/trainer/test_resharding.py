@@ -13,28 +13,24 @@ from safetensors.torch import load_file, save_file
 
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import CheckpointError
-from benchmarks.local_ranks import in_processes
 from tests.trainer.models import new_rank, random_sample, tiny_model
-from trainer.follower import Follower
+from tests.trainer.ranks import mesh_of, on_ranks
 from trainer.learner import Learner
 from trainer.offload import HostBuffers, HostMoments
 from trainer.optimizer import LowBitAdamW
 from trainer.rank import Rank
-from trainer.rank_group import RankGroup, RankSpec
+from trainer.rank_group import RankSpec
 from trainer.saving.shards import Part, Shards, Stamp, shard_name, write_shard
 from trainer.saving.state import copy_parts, load_parts
-from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16)
 BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 7, 2])]
 
 
 def rank(spec: RankSpec | None, seed: int = 0, train: TrainConfig = TRAIN) -> Rank:
-    mesh = None if spec is None else join_mesh(spec, CPU, train.replicate)
-    return new_rank(tiny_model(seed), train, mesh=mesh)
+    return new_rank(tiny_model(seed), train, mesh=mesh_of(spec, train.replicate))
 
 
 def written(learner: Learner, folder: Path) -> Path:
@@ -68,10 +64,12 @@ def source(folder: Path) -> str:
 def trained_by_two(folder: Path) -> str:
     """Two ranks make a step and write it; returns the fault of a write that rank 1 cannot do."""
 
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> str:
-        assert spec is not None
-        learner = Learner(rank(spec), rank_group=rank_group)
+    def rank_of(spec: RankSpec | None) -> Rank:
+        made = rank(spec)
         replicated_parts(spec, folder)
+        return made
+
+    def work(learner: Learner) -> str:
         learner.train_batch(BATCH)
         written(learner, folder / "two")
         (folder / "full" / shard_name(1, 2)).mkdir(parents=True)
@@ -86,26 +84,20 @@ def trained_by_two(folder: Path) -> str:
         written(learner, folder / "two, a step later")
         return error.value.cause
 
-    def follow(spec: RankSpec) -> Follower:
-        made = Follower(rank(spec))
-        replicated_parts(spec, folder)
-        return made
-
-    return in_processes(2, lead, follow, 120)  # type: ignore[no-any-return]
+    return on_ranks(2, rank_of, work)
 
 
 def continued(folder: Path, name: str, **ranks: int) -> None:
     """Several ranks read what one wrote, write it, make a step and write that."""
     train = TRAIN.model_copy(update=ranks)
 
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
-        learner = Learner(rank(spec, 3, train), rank_group=rank_group)
+    def work(learner: Learner) -> None:
         learner.restore(str(folder / "one"))
         written(learner, folder / name)
         learner.train_batch(BATCH)
         written(learner, folder / f"{name}, a step later")
 
-    in_processes(train.ranks, lead, lambda spec: Follower(rank(spec, 3, train)), 120)
+    on_ranks(train.ranks, lambda spec: rank(spec, 3, train), work)
 
 
 @pytest.fixture(scope="module")
@@ -146,23 +138,17 @@ def test_others_make_the_step_that_two_ranks_would_have_made(folder: Path, ranks
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("two", 2), ("three", 3)])
-def test_each_rank_writes_its_share(folder: Path, name: str, ranks: int) -> None:
+def test_each_rank_writes_its_share_and_copies_once(folder: Path, name: str, ranks: int) -> None:
     files = [(folder / name / shard_name(at, ranks)).stat().st_size for at in range(ranks)]
     assert max(files) < 1.2 * (folder / "one" / shard_name(0, 1)).stat().st_size / ranks + 20_000
-
-
-def test_what_copies_have_is_written_once(folder: Path) -> None:
     files = [(folder / "copies" / shard_name(at, 4)).stat().st_size for at in range(4)]
     assert sum(files) < (folder / "one" / shard_name(0, 1)).stat().st_size + 4 * 20_000
 
 
-def test_what_several_ranks_have_is_written_by_one_of_them(folder: Path) -> None:
+def test_one_rank_writes_what_several_have_and_a_failed_write_is_named(folder: Path) -> None:
     first, second = ((folder / f"parts of {at}").read_text() for at in range(2))
     assert first == "model/bias model/weight rng/0/cpu"
     assert second == "rng/1/cpu"
-
-
-def test_a_rank_that_cannot_write_is_named_and_training_goes_on(folder: Path) -> None:
     fault = (folder / "fault").read_text()
     assert f"{folder}/full/{shard_name(1, 2)} cannot be written" in fault
     assert (folder / "two, a step later").exists()
@@ -215,9 +201,7 @@ def test_a_parameter_that_is_not_trained_is_not_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "its"), [(0, True), (1, False)])
-def test_a_rank_goes_on_with_its_random_state_and_a_new_one_keeps_its_own(
-    rank: int, its: bool, tmp_path: Path
-) -> None:
+def test_a_rank_goes_on_with_its_random_state(rank: int, its: bool, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     torch.manual_seed(1)
     shards = stored(tmp_path, model, adamw(model))

@@ -45,9 +45,7 @@ def test_pinned_factors_pass_the_check(name: str, length: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_sequences_logits_do_not_depend_on_what_comes_after_the_original_positions(
-    name: str,
-) -> None:
+def test_logits_do_not_depend_on_later_positions(name: str) -> None:
     model = LONG[name]()
     pin_rotary(model, 128)
     assert torch.allclose(logits(model, 20), logits(model, 60)[:20], atol=1e-5)
@@ -69,10 +67,13 @@ def test_engines_that_hold_no_more_have_the_short_factors() -> None:
     assert torch.equal(logits(model, 20), expected)
 
 
-def test_the_models_own_config_is_the_same_as_before() -> None:
+def test_the_config_stays_and_frequencies_by_layer_are_refused() -> None:
     model = families.phi3()
     pin_rotary(model, 128)
     assert model.config.to_dict() == families.phi3().config.to_dict()
+    model.base_model.rotary_emb.rope_type = {"full_attention": "longrope"}
+    with pytest.raises(StageError, match="by layer"):
+        pin_rotary(model, 64)
 
 
 def test_dynamic_frequencies_never_grow() -> None:
@@ -86,10 +87,3 @@ def test_dynamic_frequencies_never_grow() -> None:
 def test_dynamic_scaling_beyond_the_positions_of_the_model_is_refused() -> None:
     with pytest.raises(StageError, match="max_model_len 64 is beyond the 32 positions"):
         pin_rotary(families.dynamic_ntk(), 64)
-
-
-def test_frequencies_by_layer_that_depend_on_the_longest_position_are_refused() -> None:
-    model = families.phi3()
-    model.base_model.rotary_emb.rope_type = {"full_attention": "longrope"}
-    with pytest.raises(StageError, match="by layer"):
-        pin_rotary(model, 64)

@@ -83,7 +83,6 @@ def chosen_in_training(model: Any, batch: list[Sample]) -> tuple[torch.Tensor, t
     rank = learner(model, "replay")._rank
     model.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: found.append(out[2]))
     packed = pack(batch)
-    assert packed.experts is not None
     rank._student_loss(packed)
     return found[0], packed.experts[:, 1]
 
@@ -98,31 +97,24 @@ def test_recomputed_activations_have_the_same_experts() -> None:
 
 def test_the_last_token_of_a_sample_has_the_routers_own() -> None:
     packed = pack(samples(mixture()))
-    assert packed.experts is not None
     last = packed.starts[1:].long() - 1
     assert (packed.experts[last] == -1).all()
     assert (packed.experts >= 0).sum() == (len(packed.experts) - len(SIZES)) * LAYERS * TOP_K
 
 
-def test_samples_without_experts_are_refused() -> None:
+def test_samples_without_experts_and_students_without_routers_are_refused() -> None:
     batch = samples(mixture())
     batch[1] = replace(batch[1], rollout=replace(batch[1].rollout, routed_experts=None))
     with pytest.raises(StageError, match="no experts of the engine"):
         learner(mixture(), "replay").train_batch(batch)
-
-
-def test_supervised_rows_have_the_routers_own_experts() -> None:
-    own = Replay()
-    own.take(pack([random_sample(0, 4, k=6)]), supervised=True)
-    assert own.experts is None
-
-
-def test_a_student_without_such_routers_is_refused() -> None:
     with pytest.raises(StageError, match="no router of a kind that can replay"):
         replay_routing(tiny_model())
 
 
-def test_experts_of_another_number_of_tokens_are_refused() -> None:
+def test_supervised_rows_have_the_routers_own_experts_and_other_lengths_are_refused() -> None:
+    own = Replay()
+    own.take(pack([random_sample(0, 4, k=6)]), supervised=True)
+    assert own.experts is None
     rollout = random_sample(0, 4).rollout
     with pytest.raises(LengthError, match="experts"):
         replace(rollout, routed_experts=np.zeros((rollout.tokens, 1, 1), np.uint8))
@@ -134,4 +126,4 @@ def test_a_checkpoint_keeps_the_experts(tmp_path: Any) -> None:
     batch = samples(mixture())
     write_samples(tmp_path / "samples", batch)
     for one, other in zip(batch, read_samples(tmp_path / "samples"), strict=True):
-        assert np.array_equal(one.rollout.routed_experts, other.rollout.routed_experts)  # type: ignore[arg-type]
+        assert np.array_equal(one.rollout.routed_experts, other.rollout.routed_experts)

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,11 +35,14 @@ TRAIN = TrainConfig(lr=1.0, warmup_steps=4, steps=20, min_lr_ratio=0.1)
         pytest.param(0, {"steps": 1, "warmup_steps": 0}, 1.0, id="one step"),
     ],
 )
-def test_a_step_has_the_rate_of_its_schedule(
-    step: int, changed: dict[str, Any], rate: float
-) -> None:
+def test_a_step_has_its_rate(step: int, changed: dict[str, Any], rate: float) -> None:
     train = TRAIN.model_copy(update=changed)
     assert learning_rate(step, train) == pytest.approx(rate, abs=1e-12)
+
+
+def test_the_rate_never_rises_after_the_warm_up() -> None:
+    rates = [learning_rate(step, TRAIN) for step in range(TRAIN.warmup_steps, TRAIN.steps)]
+    assert rates == sorted(rates, reverse=True)
 
 
 def export(model: Any, source: str, folder: Path, **given: Any) -> None:
@@ -53,13 +57,16 @@ def saved(tmp_path: Path, quickstart: str, seed: int = 0) -> tuple[Any, Path]:
     return model, tmp_path / "model"
 
 
-def test_a_saved_model_loads_with_equal_weights(tmp_path: Path, quickstart: str) -> None:
-    from transformers import AutoModelForCausalLM
+def test_a_saved_model_loads_with_config_and_tokenizer(tmp_path: Path, quickstart: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, path = saved(tmp_path, quickstart)
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for name, parameter in model.state_dict().items():
         assert torch.equal(parameter, loaded.state_dict()[name])
+    config = json.loads((path / "config.json").read_text())
+    assert config["hidden_size"] == model.config.hidden_size
+    assert AutoTokenizer.from_pretrained(path).decode([20, 21]) == "01"
 
 
 def test_a_model_of_several_files_loads_with_equal_weights(tmp_path: Path, quickstart: str) -> None:
@@ -81,9 +88,7 @@ def test_a_model_of_several_files_loads_with_equal_weights(tmp_path: Path, quick
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
 
 
-def test_one_file_of_weights_is_in_memory_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_file_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, sizes = [0], []
 
     def taken() -> Any:
@@ -102,9 +107,7 @@ def test_one_file_of_weights_is_in_memory_at_a_time(
     assert sizes == [80, 40, 300, 40]
 
 
-def test_a_model_in_bfloat16_says_so_and_has_the_rounded_weights(
-    tmp_path: Path, quickstart: str
-) -> None:
+def test_a_model_in_bfloat16_has_rounded_weights(tmp_path: Path, quickstart: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model, path = tiny_model(0), tmp_path / "model"
@@ -134,9 +137,7 @@ def test_auto_is_the_precision_of_the_source(
     assert export_dtype(wanted, str(tmp_path)) == dtype
 
 
-def test_a_saved_model_has_all_files_of_its_source_but_weights_and_config(
-    tmp_path: Path, quickstart: str
-) -> None:
+def test_a_saved_model_has_the_other_files_of_its_source(tmp_path: Path, quickstart: str) -> None:
     source = tmp_path / "source"
     shutil.copytree(f"{quickstart}/models/student", source)
     kept = ("spiece.model", "tokenization_own.py", "vocab.txt", "preprocessor_config.json")
@@ -152,83 +153,40 @@ def test_a_saved_model_has_all_files_of_its_source_but_weights_and_config(
     assert files == {*usual, *kept, "additional_chat_templates/rag.jinja"}
 
 
-def test_a_saved_model_has_a_config_of_its_own(tmp_path: Path, quickstart: str) -> None:
-    model, path = saved(tmp_path, quickstart)
-    config = json.loads((path / "config.json").read_text())
-    assert config["hidden_size"] == model.config.hidden_size
-
-
-def test_a_saved_model_has_its_tokenizer(tmp_path: Path, quickstart: str) -> None:
-    from transformers import AutoTokenizer
-
-    _, path = saved(tmp_path, quickstart)
-    assert AutoTokenizer.from_pretrained(path).decode([20, 21]) == "01"
-
-
-def test_saving_again_replaces_the_model(tmp_path: Path, quickstart: str) -> None:
-    saved(tmp_path, quickstart, seed=0)
-    saved(tmp_path, quickstart, seed=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_save_that_fails_leaves_the_old_model(
-    tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, path = saved(tmp_path, quickstart)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("trainer.saving.export.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        export(model, f"{quickstart}/models/student", path)
-    assert (path / "model.safetensors").is_file()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_save_after_an_interrupted_one_leaves_only_the_model(
-    tmp_path: Path, quickstart: str
-) -> None:
+def test_saving_again_leaves_only_the_model(tmp_path: Path, quickstart: str) -> None:
     for leftover in ("model.part", "model.old"):
         (tmp_path / leftover).mkdir()
-    saved(tmp_path, quickstart)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    for seed in (0, 1):
+        saved(tmp_path, quickstart, seed)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_rate_never_rises_after_the_warm_up() -> None:
-    rates = [learning_rate(step, TRAIN) for step in range(TRAIN.warmup_steps, TRAIN.steps)]
-    assert rates == sorted(rates, reverse=True)
-
-
-def test_a_rename_that_fails_leaves_the_old_model(
-    tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [("save_file", OSError), ("_copy_rest", KeyboardInterrupt), ("rename", OSError)],
+)
+def test_a_save_that_stops_half_way_leaves_the_old_model(
+    tmp_path: Path,
+    quickstart: str,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    error: type[BaseException],
 ) -> None:
     old, path = saved(tmp_path, quickstart)
     rename = Path.rename
 
-    def fail(self: Path, target: Path) -> Path:
+    def refused(self: Path, target: Path) -> Path:
         if self.name == "model.part":
-            raise OSError("no such device")
+            raise error("disk full")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="no such device"):
+    if place == "rename":
+        monkeypatch.setattr(Path, "rename", refused)
+    else:
+        monkeypatch.setattr(f"trainer.saving.export.{place}", Mock(side_effect=error("disk full")))
+    with pytest.raises(error, match="disk full"):
         export(tiny_model(1), f"{quickstart}/models/student", path)
     kept = load_file(path / "model.safetensors")
     assert all(torch.equal(kept[name], old.state_dict()[name]) for name in kept)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_save_that_stops_half_way_leaves_the_old_weights(
-    tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, path = saved(tmp_path, quickstart)
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("trainer.saving.export._copy_rest", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        export(tiny_model(1), f"{quickstart}/models/student", path)
-    kept = load_file(path / "model.safetensors")
-    assert all(torch.equal(kept[name], old.state_dict()[name]) for name in kept)
+    if error is OSError:
+        assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

@@ -17,12 +17,10 @@ from async_opd.config.sections.loss import ForwardKLConfig, K1Config
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from async_opd.models.lm_head import LogitShape
-from benchmarks.local_ranks import in_processes
 from tests.properties import examples
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.oracle import DOUBLE, Case, Identity, Tail, case, divergences, gradients, term
 from trainer.batches.packing import pack
-from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.losses import (
     K1,
@@ -39,8 +37,6 @@ from trainer.losses.base import TeacherStates
 from trainer.losses.chunked import chunked_loss
 from trainer.losses.responses import log_sampled
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
-from trainer.student.sharding import join_mesh
 
 V = 11
 CAP = 1.1
@@ -53,18 +49,12 @@ def starts(*lengths: int) -> torch.Tensor:
 
 
 def of(x: Case, *lengths: int) -> Case:
-    return replace(x, tokens=replace(x.tokens, response_starts=starts(*lengths)))
-
-
-def log_ratios(x: Case, temperature: float = 1.0) -> torch.Tensor:
-    log_q = (x.logits / temperature).log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
-    return (log_q - x.tokens.rollout_logprobs).detach()
+    return x.having(response_starts=starts(*lengths))
 
 
 def weights(x: Case, temperature: float = 1.0, cap: float = CAP) -> torch.Tensor:
     """By the definition: a product over each response's tokens, in a loop."""
-    ratio, first = log_ratios(x, temperature).exp(), x.tokens.response_starts
-    assert first is not None
+    ratio, first = x.ratio(temperature).detach(), x.tokens.response_starts
     return torch.stack([ratio[first == one].prod().clamp_max(cap) for one in first])
 
 
@@ -109,15 +99,16 @@ def test_loss_and_gradient_are_those_of_float64_however_responses_lie_in_chunks(
 
 def test_hidden_head_and_bias_have_the_numerical_gradient() -> None:
     """All weights are at the cap, so that they are constant for the numerical one too."""
-    x = of(case(n=5, v=V), 2, 3)
-    tokens = replace(x.tokens, rollout_logprobs=torch.full((5,), -30.0, dtype=DOUBLE))
+    x = of(case(n=5, v=V), 2, 3).having(
+        rollout_logprobs=torch.full((5,), -30.0, dtype=DOUBLE),
+        reward_weights=torch.zeros(5, dtype=DOUBLE),
+    )
     torch.manual_seed(2)
     inputs = [torch.randn(m, dtype=DOUBLE).requires_grad_() for m in ((5, 3), (V, 3), (V,))]
     objective = by_response(
         term(ForwardKL(), "bucket"), 1.7, surrogate=ClippedSurrogate(0.2, 0.3), temperature=0.7
     )
-    tokens = replace(tokens, reward_weights=torch.zeros(5, dtype=DOUBLE))
-    assert torch.autograd.gradcheck(lambda *t: chunked_loss(*t, objective, tokens)[0], inputs)
+    assert torch.autograd.gradcheck(lambda *t: chunked_loss(*t, objective, x.tokens)[0], inputs)
 
 
 def test_all_tokens_of_a_response_have_the_weight_of_its_product() -> None:
@@ -127,13 +118,13 @@ def test_all_tokens_of_a_response_have_the_weight_of_its_product() -> None:
     assert torch.allclose(metrics["importance_weight"], expected, atol=1e-12)
     assert metrics["truncated"].tolist() == (weights(x, cap=1e9) > CAP).tolist()
     assert len(set(metrics["truncated"].tolist())) == 2
-    assert torch.allclose(metrics["importance"], log_ratios(x).exp(), atol=1e-12)
+    assert torch.allclose(metrics["importance"], x.ratio(), atol=1e-12)
 
 
 def test_ratios_that_cancel_in_a_response_are_not_truncated_token_by_token() -> None:
     x = of(case(n=2), 2)
     shift = torch.tensor([-3.0, 3.0], dtype=DOUBLE)
-    x = replace(x, tokens=replace(x.tokens, rollout_logprobs=fresh(x) + shift))
+    x = x.having(rollout_logprobs=fresh(x) + shift)
     metrics = loss_of(by_response(Sampled(K1(None))), x)[1]
     assert torch.allclose(metrics["importance_weight"], torch.ones(2, dtype=DOUBLE))
     token = loss_of(Objective(Sampled(K1(None)), importance_cap=CAP), x)[1]
@@ -148,23 +139,10 @@ def fresh(x: Case, temperature: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_on_policy_every_weight_is_exactly_one(temperature: float) -> None:
     x = of(case(), 4, 2)
-    x = replace(x, tokens=replace(x.tokens, rollout_logprobs=fresh(x, temperature)))
+    x = x.having(rollout_logprobs=fresh(x, temperature))
     metrics = loss_of(by_response(Sampled(K1(None)), temperature=temperature), x)[1]
     assert metrics["importance_weight"].tolist() == [1.0] * 6
     assert not metrics["truncated"].any()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_responses_of_one_token_are_weighed_as_tokens_are(temperature: float) -> None:
-    x = of(case(), 1, 1, 1, 1, 1, 1)
-    options: dict[str, Any] = {"importance_cap": CAP, "temperature": temperature}
-    results = []
-    for whole in (True, False):
-        objective = Objective(Sampled(K1(None)), weighs_responses=whole, **options)
-        loss, metrics = loss_of(objective, x)
-        results.append([*gradients(loss, by=x.logits), metrics["importance_weight"]])
-    for one, other in zip(*results, strict=True):
-        assert torch.allclose(one, other, atol=1e-12)
 
 
 def test_weighed_responses_of_another_student_are_the_current_ones_own() -> None:
@@ -173,7 +151,7 @@ def test_weighed_responses_of_another_student_are_the_current_ones_own() -> None
     own, stale = (one.view(-1, 2).sum(-1) for one in (fresh(x), x.tokens.rollout_logprobs))
     values = divergences("forward_kl", x, "bucket", x.logits.detach())
     wanted = (own.exp() * values.view(-1, 2).sum(-1)).sum().item()
-    weighed = replace(x, tokens=replace(x.tokens, weights=stale.exp().repeat_interleave(2)))
+    weighed = x.having(weights=stale.exp().repeat_interleave(2))
     loss = term(ForwardKL(), "bucket")
     assert loss_of(by_response(loss, 1e12), weighed)[0].item() == pytest.approx(wanted)
     by_token = loss_of(Objective(loss, importance_cap=1e12), weighed)[0].item()
@@ -220,27 +198,22 @@ def test_the_weight_is_of_the_logits_with_their_bias_and_shape() -> None:
 
 @pytest.mark.parametrize(("rollout", "expected"), [(-50.0, 2.0), (50.0, 0.0)])
 def test_a_ratio_beyond_float32_is_the_cap_or_nothing(rollout: float, expected: float) -> None:
-    x = of(case(n=4), 4)
-    tokens = replace(x.tokens, rollout_logprobs=torch.full((4,), rollout))
-    single = x.logits.detach().float().requires_grad_()
-    loss, metrics = loss_of(
-        by_response(Sampled(K1(None)), 2.0), replace(x, logits=single, tokens=tokens)
-    )
+    x = of(case(n=4), 4).having(rollout_logprobs=torch.full((4,), rollout))
+    single = replace(x, logits=x.logits.detach().float().requires_grad_())
+    loss, metrics = loss_of(by_response(Sampled(K1(None)), 2.0), single)
     assert metrics["importance_weight"].tolist() == [expected] * 4
     assert loss.isfinite()
 
 
 def test_a_response_of_two_teachers_chunks_is_weighed_whole() -> None:
-    plain = of(case(), 4, 2)
-    states = (TeacherStates("t", 0, plain.teacher[:4]), TeacherStates("u", 4, plain.teacher[4:]))
-    x = replace(plain, tokens=replace(plain.tokens, teacher_states=states))
-    metrics = loss_of(by_response(term(ForwardKL(), None)), x)[1]
-    assert torch.allclose(metrics["importance_weight"], weights(plain), atol=1e-12)
+    x = of(case(), 4, 2)
+    states = (TeacherStates("t", 0, x.teacher[:4]), TeacherStates("u", 4, x.teacher[4:]))
+    metrics = loss_of(by_response(term(ForwardKL(), None)), x.having(teacher_states=states))[1]
+    assert torch.allclose(metrics["importance_weight"], weights(x), atol=1e-12)
 
 
 def test_the_rewards_loss_keeps_the_ratio_of_each_token() -> None:
-    x = of(case(), 4, 2)
-    nothing = replace(x, tokens=replace(x.tokens, weights=torch.zeros(6, dtype=DOUBLE)))
+    nothing = of(case(), 4, 2).having(weights=torch.zeros(6, dtype=DOUBLE))
     surrogate = ClippedSurrogate(0.2, 0.3)
     weighed = loss_of(by_response(Sampled(K1(None)), surrogate=surrogate), nothing)[0]
     alone = loss_of(Objective(Sampled(K1(None)), surrogate=surrogate), nothing)[0]
@@ -248,10 +221,8 @@ def test_the_rewards_loss_keeps_the_ratio_of_each_token() -> None:
 
 
 def test_tokens_that_do_not_say_whose_response_they_are_of_are_refused() -> None:
-    x = case()
-    unknown = replace(x, tokens=replace(x.tokens, response_starts=None))
     with pytest.raises(ValueError, match=r"Tokens\.response_starts"):
-        loss_of(by_response(Sampled(K1(None))), unknown)
+        loss_of(by_response(Sampled(K1(None))), case().having(response_starts=None))
 
 
 # ── what it costs ──────────────────────────────────────────────────────────────────────────────
@@ -274,14 +245,12 @@ def products(objective: Objective, x: Case, patch: pytest.MonkeyPatch) -> list[i
 
 
 def test_the_pass_before_has_the_same_buffer_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = products(by_response(Sampled(K1(None))), of(case(), 5, 1), monkeypatch)
-    assert len(seen) == 6
-    assert len(set(seen)) == 1
-
-
-def test_weights_of_tokens_need_no_pass_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    objective = Objective(Sampled(K1(None)), importance_cap=CAP)
-    assert len(products(objective, of(case(), 5, 1), monkeypatch)) == 3
+    """Weights of tokens need no such pass."""
+    x, by_token = of(case(), 5, 1), Objective(Sampled(K1(None)), importance_cap=CAP)
+    seen = products(by_response(Sampled(K1(None))), x, monkeypatch)
+    assert (len(seen), len(set(seen))) == (6, 1)
+    monkeypatch.undo()
+    assert len(products(by_token, x, monkeypatch)) == 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -289,7 +258,7 @@ def test_the_pass_before_makes_nothing_as_large_as_its_logits(temperature: float
     logits, sizes = torch.randn(7, 50), []
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             out = func(*args, **(kwargs or {}))
             if out.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr():
                 sizes.append(out.numel())
@@ -305,7 +274,6 @@ def test_the_pass_before_makes_nothing_as_large_as_its_logits(temperature: float
 
 def test_packed_tokens_say_whose_response_they_are_part_of() -> None:
     packed = pack([random_sample(i, size) for i, size in enumerate([2, 0, 3, 1])])
-    assert packed.tokens.response_starts is not None
     assert packed.tokens.response_starts.tolist() == [0, 0, 2, 2, 2, 5]
 
 
@@ -326,20 +294,18 @@ def batch() -> list[Sample]:
     return found
 
 
-def step(
-    samples: Sequence[Sample],
-    row: int = 16,
-    spec: RankSpec | None = None,
-    rank_group: RankGroup = SINGLE_RANK,
-) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Metrics of two steps (the last one's), and the weights after them."""
-    mesh = None if spec is None else join_mesh(spec, CPU)
+def rank_of(row: int = 16) -> Rank:
     train = TRAIN.model_copy(update={"tokens_per_micro_batch": row})
-    rank = Rank(tiny_model(), OBJECTIVE, train, CPU, mesh=mesh)
-    learner = Learner(rank, rank_group=rank_group)
+    return Rank(tiny_model(), OBJECTIVE, train, CPU)
+
+
+def steps(
+    learner: Learner, samples: Sequence[Sample] | None = None
+) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """Metrics of two steps (the last one's), and the weights after them."""
     for _ in range(2):
-        metrics = learner.train_batch(samples).metrics
-    return metrics, [tensor.numpy() for _, tensor in learner.named_weights()]
+        metrics = learner.train_batch(samples or batch()).metrics
+    return metrics, [tensor for _, tensor in learner.named_weights()]
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -348,33 +314,15 @@ def assert_same(one: Any, other: Any) -> None:
     assert len(keys) > 8
     for key in [*keys, "train/grad_norm"]:
         assert one[0][key] == pytest.approx(other[0][key], rel=1e-4, abs=1e-6), key
-    assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(one[1], other[1], strict=True))
-
-
-def test_some_responses_of_the_batch_are_truncated_and_some_are_not() -> None:
-    metrics, _ = step(batch())
-    assert 0 < metrics["importance/truncated"] < 1
-    assert 0 < metrics["importance/weight"] < 1.2
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one[1], other[1], strict=True))
 
 
 @pytest.mark.parametrize("row", [1, 40, 512])
-def test_micro_batches_do_not_change_a_step(row: int) -> None:
-    assert_same(step(batch()), step(batch(), row))
-
-
-def test_the_order_of_the_samples_does_not_change_a_step() -> None:
-    assert_same(step(batch()), step(batch()[::-1]))
-
-
-@pytest.mark.slow
-def test_two_ranks_make_the_step_of_one() -> None:
-    def lead(spec: RankSpec | None, rank_group: RankGroup) -> Any:
-        return step(batch(), spec=spec, rank_group=rank_group)
-
-    def follow(spec: RankSpec) -> Follower:
-        return Follower(Rank(tiny_model(), OBJECTIVE, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
-
-    assert_same(step(batch()), in_processes(2, lead, follow, 120))
+def test_neither_micro_batches_nor_the_order_of_the_samples_change_a_step(row: int) -> None:
+    metrics, _ = one = steps(Learner(rank_of()))
+    assert 0 < metrics["importance/truncated"] < 1
+    assert 0 < metrics["importance/weight"] < 1.2
+    assert_same(one, steps(Learner(rank_of(row)), batch()[::-1]))
 
 
 def test_the_config_names_the_weights_of_responses() -> None:

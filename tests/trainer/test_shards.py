@@ -14,10 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from async_opd.core.errors import CheckpointError
-from trainer.saving.shards import FORMER_FILE, Part, Shards, Stamp, shard_name, write_shard
+from trainer.saving.shards import Part, Shards, Stamp, shard_name, write_shard
 
 STAMP = Stamp(2, 2, 2, "a")
 Cuts = Sequence[int]
@@ -96,9 +95,7 @@ def cut(size: int, cuts: Cuts) -> list[slice]:
     columns=st.lists(st.integers(0, 5), max_size=3),
     at=st.tuples(*[st.integers(0, n) for n in (6, 6, 5, 5)]),
 )
-def test_blocks_of_any_two_dimensions_are_put_together(
-    rows: Cuts, columns: Cuts, at: tuple[int, ...]
-) -> None:
+def test_blocks_of_two_axes_are_joined(rows: Cuts, columns: Cuts, at: tuple[int, ...]) -> None:
     tensor = numbered((6, 5), torch.float32)
     blocks = [part(tensor, (a, b)) for a in cut(6, rows) for b in cut(5, columns)]
     (top, bottom), (left, right) = sorted(at[:2]), sorted(at[2:])
@@ -117,14 +114,6 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_stamp_comes_back(folder: Path) -> None:
     assert Shards(folder).stamp == Stamp(7, 3, 2, "a")
-
-
-def test_a_file_of_the_former_format_is_that_of_one_rank(tmp_path: Path) -> None:
-    tensor = numbered((5, 2), torch.float32)
-    save_file({"t": tensor}, tmp_path / FORMER_FILE, {"step": "7", "version": "3"})
-    shards = Shards(tmp_path)
-    assert torch.equal(shards.read("t", (slice(1, 4), slice(0, 2))), tensor[1:4])
-    assert (shards.stamp.step, shards.stamp.version) == (7, 3)
 
 
 def test_a_folder_without_files_of_a_trainer_is_refused(tmp_path: Path) -> None:
@@ -146,6 +135,12 @@ def test_the_file_of_another_number_of_ranks_is_named(folder: Path) -> None:
         Shards(folder)
 
 
+def test_the_file_of_another_rank_is_refused(folder: Path) -> None:
+    (folder / shard_name(0, 2)).write_bytes((folder / shard_name(1, 2)).read_bytes())
+    with pytest.raises(CheckpointError, match=r"trainer-0-of-2\.safetensors is the file of rank 1"):
+        Shards(folder)
+
+
 @pytest.mark.parametrize("stamp", [Stamp(8, 3, 2, "a"), Stamp(7, 4, 2, "a"), Stamp(7, 3, 2, "b")])
 def test_the_file_of_another_checkpoint_is_refused(folder: Path, stamp: Stamp) -> None:
     tensor = numbered((5, 2), torch.float32)
@@ -155,23 +150,11 @@ def test_the_file_of_another_checkpoint_is_refused(folder: Path, stamp: Stamp) -
         Shards(folder)
 
 
-def test_the_file_of_another_rank_is_refused(folder: Path) -> None:
-    (folder / shard_name(0, 2)).write_bytes((folder / shard_name(1, 2)).read_bytes())
-    with pytest.raises(CheckpointError, match=r"trainer-0-of-2\.safetensors is the file of rank 1"):
-        Shards(folder)
-
-
 @pytest.mark.parametrize(
     ("second", "kind"),
-    [
-        (slice(4, 5), "only in part"),
-        (slice(2, 5), "twice"),
-        (slice(0, 2), "twice"),
-    ],
+    [(slice(4, 5), "only in part"), (slice(2, 5), "twice"), (slice(0, 2), "twice")],
 )
-def test_rows_that_no_file_has_and_rows_that_two_have_are_refused(
-    second: slice, kind: str, tmp_path: Path
-) -> None:
+def test_rows_of_no_file_or_of_two_are_refused(second: slice, kind: str, tmp_path: Path) -> None:
     tensor = numbered((5, 2), torch.float32)
     columns = slice(0, 2)
     given = [part(tensor, (slice(0, 3), columns)), part(tensor, (second, columns))]

@@ -39,9 +39,7 @@ def shares(row: Packed, ranks: int) -> list[Packed]:
 
 
 @given(ROWS, RANKS)
-def test_shares_are_equal_and_together_the_row_and_its_padding(
-    sizes: list[tuple[int, int]], ranks: int
-) -> None:
+def test_shares_are_equal_and_together_the_row(sizes: list[tuple[int, int]], ranks: int) -> None:
     row = packed(sizes)
     parts = shares(row, ranks)
     tokens = row.input_ids.numel()
@@ -56,9 +54,7 @@ def test_shares_are_equal_and_together_the_row_and_its_padding(
 
 
 @given(ROWS, RANKS)
-def test_every_share_knows_where_all_sequences_begin_and_padding_is_one_more(
-    sizes: list[tuple[int, int]], ranks: int
-) -> None:
+def test_every_share_knows_where_sequences_begin(sizes: list[tuple[int, int]], ranks: int) -> None:
     row = packed(sizes)
     tokens = row.input_ids.numel()
     added = [tokens + padding(tokens, ranks)] if padding(tokens, ranks) else []
@@ -68,9 +64,7 @@ def test_every_share_knows_where_all_sequences_begin_and_padding_is_one_more(
 
 
 @given(ROWS, RANKS)
-def test_every_response_token_is_on_the_rank_of_the_row_that_predicts_it(
-    sizes: list[tuple[int, int]], ranks: int
-) -> None:
+def test_a_token_is_on_the_rank_that_predicts_it(sizes: list[tuple[int, int]], ranks: int) -> None:
     row = packed(sizes)
     parts = shares(row, ranks)
     size = parts[0].input_ids.numel()
@@ -82,9 +76,7 @@ def test_every_response_token_is_on_the_rank_of_the_row_that_predicts_it(
 
 
 @given(ROWS, RANKS)
-def test_the_states_of_teachers_go_to_the_tokens_that_they_predict(
-    sizes: list[tuple[int, int]], ranks: int
-) -> None:
+def test_states_go_to_tokens_that_they_predict(sizes: list[tuple[int, int]], ranks: int) -> None:
     samples = [random_sample(i, size, 0, prompt) for i, (prompt, size) in enumerate(sizes)]
     row = pack([with_states(s, "ab"[2 * i // len(samples)]) for i, s in enumerate(samples)])
     found = []
@@ -101,33 +93,26 @@ def test_the_states_of_teachers_go_to_the_tokens_that_they_predict(
 
 
 @given(ROWS, RANKS)
-def test_the_experts_of_an_engine_go_with_their_tokens(
-    sizes: list[tuple[int, int]], ranks: int
-) -> None:
+def test_experts_go_with_their_tokens(sizes: list[tuple[int, int]], ranks: int) -> None:
     row = packed(sizes)
     tokens = row.input_ids.numel()
     row = replace(row, experts=torch.arange(6 * tokens).view(tokens, 2, 3))
     found = [part.experts for part in shares(row, ranks) if part.experts is not None]
     joined = torch.cat(found)
-    assert row.experts is not None
     assert torch.equal(joined[:tokens], row.experts)
     assert bool((joined[tokens:] == -1).all())
     assert {len(part) for part in found} == {shares(row, ranks)[0].input_ids.numel()}
 
 
 @given(ROWS, RANKS)
-def test_sums_of_responses_on_several_ranks_are_those_of_the_row(
-    sizes: list[tuple[int, int]], ranks: int
-) -> None:
+def test_sums_of_responses_are_those_of_the_row(sizes: list[tuple[int, int]], ranks: int) -> None:
     row = packed(sizes)
-    assert row.tokens.response_starts is not None
     values = torch.linspace(1, 2, len(row.tokens), dtype=torch.double)
     expected = response_sums(values, row.tokens.response_starts)
     parts = [part.tokens for part in shares(row, ranks)]
     given_values = values.split([len(part) for part in parts])
     given_sums: list[torch.Tensor] = []  # of every rank before they are summed
     for part, own in zip(parts, given_values, strict=True):
-        assert part.response_starts is not None
         response_sums(own, part.response_starts, part.of, given_sums.append)
     total = torch.stack(given_sums).sum(0)
     found = [

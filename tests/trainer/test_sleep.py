@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from tests.trainer.models import bare_stage
 from tests.world.clock import settle
-from trainer.stage import TrainerStage
 
 
 class Learner:
@@ -21,9 +20,8 @@ class Learner:
 
 
 async def test_a_trainer_that_was_woken_during_a_step_frees_no_memory_under_the_next_one() -> None:
-    learner: Any = Learner()
-    nobody: Any = None
-    stage = TrainerStage(learner, nobody, nobody, max_version_lag=None, model_dir="")
+    learner = Learner()
+    stage = bare_stage(learner)
     await stage._gate.__aenter__()
     sleeping = asyncio.create_task(stage.sleep())
     await settle()
@@ -36,9 +34,8 @@ async def test_a_trainer_that_was_woken_during_a_step_frees_no_memory_under_the_
 
 
 async def test_what_a_sleeping_trainer_gathers_for_a_copy_does_not_stay_on_the_gpu() -> None:
-    learner: Any = Learner()
-    nobody: Any = None
-    stage = TrainerStage(learner, nobody, nobody, max_version_lag=None, model_dir="")
+    learner = Learner()
+    stage = bare_stage(learner)
     await stage.save("model")
     assert learner.freed == 0
     await stage.sleep()

@@ -54,7 +54,7 @@ def test_every_element_is_in_the_part_of_one_rank_of_each_replica(mesh: tuple[in
     assert all(seen.unique().tolist() == [replicas] for seen in times)
 
 
-def test_a_tensor_that_is_not_sharded_is_its_own_part() -> None:
+def test_an_unsharded_tensor_is_its_own_part() -> None:
     tensor = torch.zeros(2, 3)
     assert own_slices(tensor) == (slice(0, 2), slice(0, 3))
     assert own_part(tensor) is tensor

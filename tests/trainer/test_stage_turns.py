@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import WeightMeta
+from tests.trainer.models import bare_stage
 from trainer.saving.shards import Stamp
 from trainer.stage import TrainerStage
 
 
 class Learner:
+    """Notes its calls, which are those of its publisher too."""
+
     def __init__(self) -> None:
         self.done: list[str] = []
         self.unchanged = True
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> dict[str, Any]:
+        def call(*arguments: Any) -> Any:
             self.done.append(name)
-            return {}
+            return {"snapshot": WeightMeta((), (), (), ()), "restore": Stamp(1, 1, 1, "")}.get(name)
 
         return call
-
-
-class Publisher:
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-
-    def snapshot(self) -> WeightMeta:
-        self.learner.done.append("snapshot")
-        return WeightMeta((), (), (), ())
-
-
-class Batcher:
-    def copy_held(self) -> None: ...
 
 
 class SeveralRanks:
@@ -51,13 +41,8 @@ class SeveralRanks:
 
 def stage(**given: Any) -> tuple[TrainerStage, Learner]:
     learner: Any = Learner()
-    publisher: Any = Publisher(learner)
-    batcher: Any = Batcher()
-    turns = GpuTurns(0.0)
-    made = TrainerStage(
-        learner, publisher, batcher, max_version_lag=None, model_dir="", turns=turns, **given
-    )
-    return made, learner
+    batcher = SimpleNamespace(copy_held=lambda: None, hold=lambda samples: None)
+    return bare_stage(learner, batcher, learner, turns=GpuTurns(0.0), **given), learner
 
 
 async def test_a_snapshot_is_taken_in_a_turn() -> None:
@@ -88,14 +73,19 @@ async def test_a_single_rank_saves_the_model_without_a_turn() -> None:
     assert "onload" not in learner.done
 
 
-async def test_several_ranks_gather_the_model_in_a_turn() -> None:
-    ranks: Any = SeveralRanks()
-    made, learner = stage(rank_group=ranks)
-    work = asyncio.create_task(made.save("model"))
+async def in_a_turn(made: TrainerStage, work: Any, learner: Learner) -> list[str]:
+    """What is done when work that waits for a turn gets one."""
+    waiting = asyncio.create_task(work)
     await asyncio.wait_for(made.wait_for_work("rollout"), 5)
     await asyncio.wait_for(made.take_turn("rollout"), 5)
-    await asyncio.wait_for(work, 5)
-    assert (learner.done[0], learner.done[-1], len(learner.done)) == ("onload", "offload", 3)
+    await asyncio.wait_for(waiting, 5)
+    return learner.done
+
+
+async def test_several_ranks_gather_the_model_in_a_turn() -> None:
+    made, learner = stage(rank_group=SeveralRanks())
+    done = await in_a_turn(made, made.save("model"), learner)
+    assert (done[0], done[-1], len(done)) == ("onload", "offload", 3)
 
 
 @pytest.mark.parametrize("given", [{}, {"rank_group": SeveralRanks()}], ids=["one", "several"])
@@ -105,27 +95,10 @@ async def test_ranks_copy_their_state_without_a_turn(given: dict[str, Any]) -> N
     assert learner.done == ["capture"]
 
 
-def restored(learner: Learner) -> Any:
-    def restore(folder: str) -> Stamp:
-        learner.done.append("restore")
-        return Stamp(1, 1, 1, "")
-
-    return restore
-
-
-async def in_a_turn(made: Any, work: Coroutine[Any, Any, Any]) -> None:
-    task = asyncio.create_task(work)
-    await asyncio.wait_for(made.wait_for_work("rollout"), 5)
-    await asyncio.wait_for(made.take_turn("rollout"), 5)
-    await asyncio.wait_for(task, 5)
-
-
-async def restored_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Learner]:
+async def restored_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> tuple[TrainerStage, Learner]:
     made, learner = stage()
     monkeypatch.setattr("trainer.saving.sample_file.read_scored", lambda folder: ())
-    monkeypatch.setattr(made._learner, "restore", restored(learner))
-    monkeypatch.setattr(made._batcher, "hold", lambda samples: None, raising=False)
-    await in_a_turn(made, made.restore("checkpoint"))
+    await in_a_turn(made, made.restore("checkpoint"), learner)
     return made, learner
 
 
@@ -141,7 +114,7 @@ async def test_samples_of_a_restored_version_may_be_of_other_weights(
     learner.unchanged = False  # as Learner.restore sets it
     found = []
     for version in (1, 2):
-        await in_a_turn(made, made.snapshot(version))
+        await in_a_turn(made, made.snapshot(version), learner)
         found.append(learner.unchanged)
     assert found == [False, True]
 
@@ -149,8 +122,5 @@ async def test_samples_of_a_restored_version_may_be_of_other_weights(
 async def test_samples_of_the_first_version_are_of_the_weights_that_were_sent() -> None:
     made, learner = stage()
     learner.unchanged = False  # a cold start's steps
-    snapshot = asyncio.create_task(made.snapshot(0))
-    await asyncio.wait_for(made.wait_for_backlog("rollout"), 5)
-    await asyncio.wait_for(made.take_turn("rollout"), 5)
-    await asyncio.wait_for(snapshot, 5)
+    await in_a_turn(made, made.snapshot(0), learner)
     assert learner.unchanged

@@ -110,7 +110,6 @@ def of_ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         return {name: of_family(folder / name, mesh) for name in FAMILIES}
 
     def lead(spec: RankSpec | None, _: RankGroup) -> dict[str, Any]:
-        assert spec is not None
         return families_of(spec)
 
     def follow(spec: RankSpec) -> Any:
@@ -143,22 +142,21 @@ def refused(path: Path, tensors: dict[str, torch.Tensor], match: str) -> None:
         EmptyStudent(path)
 
 
-def test_weights_that_are_missing_are_refused_by_name(stored: Any) -> None:
+UP = "mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        (f"model.layers.1.{UP}", None, f"missing: model.layers.1.{UP}"),
+        (f"model.layers.2.{UP}", torch.zeros(2, 2), f"unknown to the model: model.layers.2.{UP}"),
+        ("model.norm.weight", torch.zeros(31), r"shape: model.norm.weight \(31,\), not \(32,\)"),
+    ],
+)
+def test_other_weights_are_refused(stored: Any, name: str, tensor: Any, reason: str) -> None:
     path, tensors = stored
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    refused(path, tensors, r"missing: model\.layers\.1\.mlp\.up_proj\.weight")
-
-
-def test_weights_that_the_model_lacks_are_refused_by_name(stored: Any) -> None:
-    path, tensors = stored
-    tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(2, 2)
-    refused(path, tensors, r"unknown to the model: model\.layers\.2\.mlp\.up_proj\.weight")
-
-
-def test_weights_of_another_shape_are_refused_with_both(stored: Any) -> None:
-    path, tensors = stored
-    tensors["model.norm.weight"] = torch.zeros(31)
-    refused(path, tensors, r"of another shape: model\.norm\.weight \(31,\), not \(32,\)")
+    tensors.pop(name, None)
+    refused(path, tensors if tensor is None else tensors | {name: tensor}, reason)
 
 
 def test_experts_of_which_one_is_missing_are_refused(tmp_path: Path) -> None:
@@ -168,15 +166,11 @@ def test_experts_of_which_one_is_missing_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, tensors, r"of another shape: model\.layers\.0\.mlp\.experts\.down_proj \(3, ")
 
 
-def test_what_older_files_had_beside_the_weights_is_ignored(stored: Any) -> None:
+def test_other_tensors_are_ignored_and_a_weight_stored_twice_stays_tied(stored: Any) -> None:
     path, tensors = stored
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(tensors, path / "model.safetensors")
     assert differences(whole(filled(path).model), loaded(path)) == []
-
-
-def test_a_tied_weight_that_is_stored_twice_stays_tied(stored: Any) -> None:
-    path, tensors = stored
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, path / "model.safetensors")
     model = filled(path).model
@@ -191,18 +185,14 @@ def test_tied_weights_of_different_values_are_refused(stored: Any) -> None:
         filled(path)
 
 
-def test_a_directory_without_safetensors_is_refused(stored: Any) -> None:
-    path, _ = stored
-    (path / "model.safetensors").rename(path / "adapter.safetensors")
-    with pytest.raises(StageError, match=r"neither model\.safetensors nor"):
-        EmptyStudent(path)
-
-
-def test_a_file_that_is_cut_off_is_refused(stored: Any) -> None:
+def test_a_file_that_is_cut_off_and_a_directory_without_one_are_refused(stored: Any) -> None:
     path, _ = stored
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(StageError, match="they cannot be read"):
+        EmptyStudent(path)
+    file.rename(path / "adapter.safetensors")
+    with pytest.raises(StageError, match=r"neither model\.safetensors nor"):
         EmptyStudent(path)
 
 

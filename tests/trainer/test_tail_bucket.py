@@ -47,30 +47,24 @@ def exact(logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_collapsed_student_has_the_exact_loss(dtype: torch.dtype) -> None:
-    expected = exact(collapsed(torch.float64)).item()
-    assert bucketed(collapsed(dtype)).item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_collapsed_student_is_still_pulled_to_the_outside(dtype: torch.dtype) -> None:
+def test_a_collapsed_student_has_the_exact_loss_and_pull(dtype: torch.dtype) -> None:
     logits, reference = collapsed(dtype), collapsed(torch.float64)
-    (gradient,) = torch.autograd.grad(bucketed(logits), logits)
-    (expected,) = torch.autograd.grad(exact(reference), reference)
-    assert torch.allclose(gradient.double(), expected, rtol=1e-4, atol=1e-7)
+    loss, expected = bucketed(logits), exact(reference)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    (exactly,) = torch.autograd.grad(expected, reference)
+    assert torch.allclose(gradient.double(), exactly, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("distance", [100.0, 1000.0])
-def test_a_student_that_leaves_the_outside_nothing_in_float32_is_still_pulled(
-    distance: float,
-) -> None:
+def test_a_student_that_leaves_nothing_in_float32_is_still_pulled(distance: float) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, *[-distance] * 4]], requires_grad=True)
     (gradient,) = torch.autograd.grad(bucketed(logits), logits)
     outside = TEACHER[:, SUPPORT:].exp().sum() / 4
     assert torch.allclose(gradient[:, SUPPORT:], -outside.float(), rtol=1e-4)
 
 
-def test_a_support_of_the_whole_vocabulary_has_no_bucket() -> None:
+def test_a_support_of_all_tokens_has_no_bucket_and_another_needs_the_rest() -> None:
     logits = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
     log_q = logits.detach().log_softmax(-1)
     best = log_q.topk(8, dim=-1)
@@ -85,6 +79,9 @@ def test_a_support_of_the_whole_vocabulary_has_no_bucket() -> None:
     )
     loss = loss_of(term(ForwardKL(), "bucket"), Case(logits, log_q, tokens))
     assert loss.item() == pytest.approx(0.0, abs=1e-6)
+    x = problem(1e-3, 1e-3, DOUBLE).having(teacher_rest_logprobs=None)
+    with pytest.raises(ValueError, match="needs a top-k support and the logarithm of its rest"):
+        loss_of(term(ForwardKL(), "bucket"), x)
 
 
 # ── a mass that 1 - P does not know ────────────────────────────────────────────────────────────
@@ -117,9 +114,7 @@ def problem(student: float, teacher: float, dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("teacher", MASSES)
 @pytest.mark.parametrize("student", MASSES)
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_a_bucket_of_any_mass_has_the_loss_and_gradient_of_float64(
-    kind: str, student: float, teacher: float
-) -> None:
+def test_a_bucket_of_any_mass_is_as_in_float64(kind: str, student: float, teacher: float) -> None:
     """Of the outside's own gradient too, relative to the largest there or to its mass."""
     single, exact = (problem(student, teacher, dtype) for dtype in (torch.float32, DOUBLE))
     loss = loss_of(term(DIVERGENCES[kind], "bucket"), single)
@@ -130,13 +125,6 @@ def test_a_bucket_of_any_mass_has_the_loss_and_gradient_of_float64(
     for part, mass in ((slice(0, K), 1.0), (slice(K, None), max(student, teacher))):
         error = (ours[:, part] - theirs[:, part]).abs().max()
         assert error <= 1e-4 * theirs[:, part].abs().max() + 1e-6 * mass
-
-
-def test_a_bucket_needs_the_logarithm_of_the_rest() -> None:
-    x = problem(1e-3, 1e-3, DOUBLE)
-    tokens = replace(x.tokens, teacher_rest_logprobs=None)
-    with pytest.raises(ValueError, match="needs a top-k support and the logarithm of its rest"):
-        loss_of(term(ForwardKL(), "bucket"), replace(x, tokens=tokens))
 
 
 # ── a teacher that cannot tell ─────────────────────────────────────────────────────────────────
@@ -163,6 +151,5 @@ def test_samples_with_and_without_a_rest_are_packed_together(kind: Any) -> None:
     told = replace(sent, scores=kind(*arrays, known.rest_logprobs))
     untold = replace(sent, scores=kind(*arrays))
     rest = pack([told, untold]).tokens.teacher_rest_logprobs
-    assert rest is not None
     assert torch.equal(rest[:3], torch.from_numpy(known.rest_logprobs))
     assert torch.allclose(rest[3:], rest[:3], atol=1e-5)

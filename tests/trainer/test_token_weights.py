@@ -38,14 +38,6 @@ def test_each_reduction_has_its_denominator(reduction: Reduction, expected: list
     assert token_weights(LENGTHS, reduction, 20) == pytest.approx(expected)
 
 
-@given(st.lists(st.integers(0, 50), max_size=20))
-def test_the_means_weigh_one_in_all(lengths: list[int]) -> None:
-    for reduction in ("token_mean", "seq_mean_token_mean"):
-        weights = token_weights(lengths, reduction, 1)
-        total = sum(w * n for w, n in zip(weights, lengths, strict=True))
-        assert total == pytest.approx(float(any(lengths)))
-
-
 @given(st.lists(st.integers(0, 50), max_size=20), st.floats(0.01, 100))
 def test_teachers_of_equal_weight_change_nothing(lengths: list[int], weight: float) -> None:
     for reduction in get_args(Reduction):
@@ -73,49 +65,27 @@ def batch(rewards: Sequence[float | None] = (1, 0, 0, 1, 1, 1)) -> list[Sample]:
     return [with_reward(index, index // 3, reward) for index, reward in enumerate(rewards)]
 
 
-def test_a_group_is_what_shares_the_uid_up_to_its_last_part() -> None:
-    assert groups_of(headers_of(batch())) == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_advantages_are_standardized_within_the_group() -> None:
-    found = advantages([1, 0, 0, 5, 7, 6], [[0, 1, 2], [3, 4, 5]], "std")
-    s = np.std([1, 0, 0])
-    t = np.std([5, 7, 6])
+def test_advantages_are_standardized_within_the_group_or_keep_their_scale() -> None:
+    groups = groups_of(headers_of(batch()))
+    assert groups == [[0, 1, 2], [3, 4, 5]]  # of one uid up to its last part
+    s, t = np.std([1, 0, 0]), np.std([5, 7, 6])
     expected = [(2 / 3) / s, (-1 / 3) / s, (-1 / 3) / s, -1 / t, 1 / t, 0]
-    assert found == pytest.approx(expected)
-
-
-def test_advantages_can_keep_their_scale() -> None:
+    assert advantages([1, 0, 0, 5, 7, 6], groups, "std") == pytest.approx(expected)
     assert advantages([4, 0], [[0, 1]], "none") == [2, -2]
+    assert advantages([0.6, 0.601], [[0, 1]], "std") == pytest.approx([-1, 1])
 
 
 @pytest.mark.parametrize("normalize", ["std", "none"])
-def test_a_group_of_equal_rewards_has_no_advantage(normalize: Any) -> None:
-    assert advantages([0.1] * 3, [[0, 1, 2]], normalize) == [0, 0, 0]
-
-
-@pytest.mark.parametrize("normalize", ["std", "none"])
-@pytest.mark.parametrize("odd", [0.1 + 0.2 + 0.3, float(np.float32(0.6)), 0.6 - 1e-7])
-def test_rewards_that_differ_by_rounding_are_equal(odd: float, normalize: Any) -> None:
+@pytest.mark.parametrize("odd", [0.1 + 0.2 + 0.3, float(np.float32(0.6)), 0.6 - 1e-7, 0.6])
+def test_rewards_equal_up_to_rounding_have_no_advantage(odd: float, normalize: Any) -> None:
     assert advantages([odd, 0.6, 0.6, 0.6], [[0, 1, 2, 3]], normalize) == [0, 0, 0, 0]
 
 
 @given(st.floats(0, 1e6), st.lists(st.floats(-1e-7, 1e-7), min_size=2, max_size=8))
 def test_a_spread_within_rounding_is_flat_at_any_scale(reward: float, errors: list[float]) -> None:
     rewards = [reward * (1 + error) for error in errors]
-    flat = [advantages(rewards, [range(len(rewards))], how) for how in ("std", "none")]  # type: ignore[arg-type]
+    flat = [advantages(rewards, [range(len(rewards))], how) for how in ("std", "none")]
     assert flat == [[0.0] * len(rewards)] * 2
-
-
-def test_a_difference_of_a_thousandth_is_none_of_rounding() -> None:
-    assert advantages([0.6, 0.601], [[0, 1]], "std") == pytest.approx([-1, 1])
-
-
-def test_a_group_whose_rewards_differ_by_rounding_counts_as_flat() -> None:
-    metrics = TokenWeighting(reward_weight=1.0)(
-        headers_of(batch((0.1 + 0.2 + 0.3, 0.6, 0.6, 1, 0, 0)))
-    )[1]
-    assert metrics["reward/flat_groups"] == 0.5
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
@@ -130,13 +100,12 @@ def test_a_sample_without_a_reward_is_refused_with_its_uid(reward: float | None)
         TokenWeighting(reward_weight=1.0)(headers_of(batch((1, reward, 0))))
 
 
-def test_metrics_tell_what_the_rewards_were_like() -> None:
-    metrics = TokenWeighting(reward_weight=1.0)(headers_of(batch()))[1]
-    assert metrics["reward/mean"] == pytest.approx(4 / 6)
+@pytest.mark.parametrize("rewards", [(1, 0, 0, 1, 1, 1), (0.1 + 0.2 + 0.3, 0.6, 0.6, 1, 0, 0)])
+def test_metrics_tell_what_the_rewards_were_like(rewards: Sequence[float]) -> None:
+    """Without a reward there are none."""
+    metrics = TokenWeighting(reward_weight=1.0)(headers_of(batch(rewards)))[1]
+    assert metrics["reward/mean"] == pytest.approx(sum(rewards) / 6)
     assert metrics["reward/flat_groups"] == 0.5
-
-
-def test_without_a_reward_nobody_looks_for_one() -> None:
     assert TokenWeighting()(headers_of(batch((None, None))))[1] == {}
 
 
@@ -177,23 +146,6 @@ def test_no_reduction_depends_on_the_split(reduction: Any, reward: RewardConfig 
     assert metrics["loss/total"] == pytest.approx(others["loss/total"])
 
 
-@pytest.mark.parametrize("reduction", get_args(Reduction))
-def test_a_reduction_is_the_mean_of_what_it_says(reduction: Any) -> None:
-    """Against the samples one by one."""
-    samples = batch((None,) * 4)
-    alone = [gradients([s], 10**6)[1]["loss/total"] for s in samples]
-    sizes = [len(s.rollout.response_ids) for s in samples]
-    sums = [mean * size for mean, size in zip(alone, sizes, strict=True)]
-    expected = {
-        "token_mean": sum(sums) / sum(sizes),
-        "seq_mean_token_mean": sum(alone) / 4,
-        "seq_mean_token_sum": sum(sums) / 4,
-        "seq_mean_token_sum_norm": sum(sums) / 4 / 20,
-    }[reduction]
-    found = gradients(samples, 10**6, reduction=reduction)[1]["loss/total"]
-    assert found == pytest.approx(expected)
-
-
 TEACHERS = {"a": 3.0, "b": 0.5}
 
 
@@ -225,15 +177,7 @@ def test_teachers_weights_make_weighted_means(reduction: Any) -> None:
         for name in alone[0]
     }
     found, _ = gradients(samples, 10**6, teachers=TEACHERS, reduction=reduction)
-    assert close(found, expected)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("reduction", get_args(Reduction))
-def test_teachers_weights_do_not_depend_on_the_split(reduction: Any) -> None:
-    samples = of_two_teachers()
-    whole, _ = gradients(samples, 10**6, teachers=TEACHERS, reduction=reduction)
-    split, _ = gradients(samples[::-1], 5, teachers=TEACHERS, reduction=reduction)
-    assert close(whole, split)
+    assert close(found, expected)
 
 
 def test_rewards_take_no_teachers_weight() -> None:
@@ -261,37 +205,70 @@ def test_the_reward_alone_trains_on_sampled_token_scores() -> None:
     assert max(float(g.abs().max()) for g in kept.values()) > 0
 
 
-def test_equal_rewards_teach_nothing() -> None:
-    kept, _ = gradients(batch((1,) * 6), 10**6, RewardConfig(), weight=0)
-    assert max(float(g.abs().max()) for g in kept.values()) == 0
+# ── responses that were cut off are left out: of losses, denominators and groups ───────────────
+
+MASKED = RewardConfig(mask_truncated=True)
 
 
-def test_a_rewarded_answer_becomes_more_likely() -> None:
-    reward = RewardConfig()
-    config = ForwardKLConfig(weight=0)
-    train = TrainConfig(lr=1e-2, warmup_steps=0, schedule="constant")
-    made = Learner(
-        Rank(tiny_model(), build_objective(config, reward), train, torch.device("cpu")),
-        TokenWeighting.of(config, reward, 20),
+def truncated(cut: Sequence[int], rewards: Sequence[float] = (1, 0, 0, 1, 1, 0)) -> list[Sample]:
+    """Two groups of three; those at ``cut`` were cut off."""
+    samples = [with_reward(index, index // 3, reward) for index, reward in enumerate(rewards)]
+    return [
+        replace(s, rollout=replace(s.rollout, finish_reason="length")) if i in cut else s
+        for i, s in enumerate(samples)
+    ]
+
+
+def without(samples: Sequence[Sample], cut: Sequence[int]) -> list[Sample]:
+    return [sample for index, sample in enumerate(samples) if index not in cut]
+
+
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_a_masked_batch_has_the_gradient_of_the_others_alone(reduction: Any) -> None:
+    cut = (1, 3)
+    masked, metrics = gradients(truncated(cut), 10**6, reduction=reduction, mask_truncated=True)
+    alone, others = gradients(without(truncated(cut), cut), 10**6, reduction=reduction)
+    assert close(masked, alone)
+    assert metrics["loss/total"] == pytest.approx(others["loss/total"])
+    assert metrics["train/truncated_share"] == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_a_masked_reward_has_the_gradient_of_the_others_alone(reduction: Any) -> None:
+    """Their groups are the smaller ones, too."""
+    cut = (0, 3)
+    masked, _ = gradients(truncated(cut), 10**6, MASKED, weight=0, reduction=reduction)
+    left = without(truncated(cut), cut)
+    alone, _ = gradients(left, 10**6, RewardConfig(), weight=0, reduction=reduction)
+    assert close(masked, alone)
+
+
+def test_without_a_mask_those_cut_off_count_and_one_of_the_reward_leaves_the_rest() -> None:
+    plain, _ = gradients(truncated(()), 10**6)
+    cut, _ = gradients(truncated((1, 3)), 10**6)
+    assert close(plain, cut)
+    shares, _ = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(
+        headers_of(truncated((1,)))
     )
-    good, bad = (
-        replace(s, rollout=replace(s.rollout, rollout_logprobs=s.rollout.rollout_logprobs * 0 - 3))
-        for s in batch((1, 0, 0))[1:]
-    )
-    good = replace(good, rollout=replace(good.rollout, reward=1.0))
-    gaps = [made.train_batch([good, bad]).metrics["reward/mean"] for _ in range(3)]
-    assert gaps == [0.5] * 3
-    ids = [torch.from_numpy(s.rollout.response_ids).long() for s in (good, bad)]
-    prompts = [torch.from_numpy(s.rollout.prompt.token_ids).long() for s in (good, bad)]
-    before = tiny_model()
-    with torch.no_grad():
-        gains = []
-        for prompt, answer in zip(prompts, ids, strict=True):
-            both = torch.cat([prompt, answer])[None]
-            own = [
-                model(both).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-                for model in (before, made.model)
-            ]
-            picked = [table.gather(-1, answer[:, None]).mean() for table in own]
-            gains.append(float(picked[1] - picked[0]))
-    assert gains[0] > 0 > gains[1]
+    plain, _ = TokenWeighting(reward_weight=1.0)(headers_of(truncated((1,))))
+    assert [share.weight for share in shares] == [share.weight for share in plain]
+    assert (shares[1].reward_weight, shares[1].advantage) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("cut", [(0, 1), (0, 1, 2)])
+def test_a_group_of_which_one_or_none_is_left_has_no_advantage(cut: Sequence[int]) -> None:
+    weighting = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)
+    shares, metrics = weighting(headers_of(truncated(cut)))
+    assert [share.advantage for share in shares[:3]] == [0.0] * 3
+    assert metrics["reward/flat_groups"] == 0.5
+
+
+def test_a_batch_that_was_cut_off_whole_changes_no_weight() -> None:
+    loss = ForwardKLConfig(mask_truncated=True)
+    train = TrainConfig(weight_decay=0, warmup_steps=0)
+    shares = TokenWeighting.of(loss, None, 20)
+    made = Learner(Rank(tiny_model(), build_objective(loss), train, torch.device("cpu")), shares)
+    report = made.train_batch(truncated(range(6)))
+    assert report.metrics["loss/total"] == 0.0
+    before, after = tiny_model().state_dict(), made.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)

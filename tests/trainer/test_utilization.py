@@ -35,13 +35,6 @@ def metrics(rank_group: RankGroup = SINGLE_RANK, **train: Any) -> dict[str, floa
     return Learner(rank, rank_group=rank_group).train_batch(samples).metrics
 
 
-def test_a_step_reports_the_model_flops_of_the_samples_with_a_response() -> None:
-    found = metrics()
-    some = [size for size in SIZES if size]
-    expected = ModelSize.of(tiny_model()).training_flops([3 + size for size in some], some)
-    assert found["train/tflops"] * found["train/compute_s"] * 1e12 == pytest.approx(expected)
-
-
 def test_a_model_whose_flops_are_unknown_trains_without_the_metric_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -55,18 +48,18 @@ def test_a_model_whose_flops_are_unknown_trains_without_the_metric_and_says_so_o
     assert "ZeroDivisionError" in said
 
 
-def test_mfu_is_the_share_of_the_peak_that_the_config_gives() -> None:
-    found = metrics(peak_tflops=0.5)
+def test_mfu_is_the_share_of_the_peak_of_the_config_and_a_cpu_has_no_gpu_memory() -> None:
+    found, plain = metrics(peak_tflops=0.5), metrics()
     assert found["train/mfu"] == pytest.approx(found["train/tflops"] / 0.5)
+    assert not [key for key in plain if "mfu" in key or "memory" in key]
 
 
-def test_there_is_no_mfu_without_a_peak_and_no_gpu_memory_on_a_cpu() -> None:
-    found = metrics()
-    assert not [key for key in found if "mfu" in key or "memory" in key]
-
-
-def test_the_flops_of_a_step_are_divided_by_its_ranks() -> None:
+def test_a_step_reports_the_flops_of_samples_with_a_response_by_rank() -> None:
     assert utilization(6e12, 2.0, 3, 4.0) == {"train/tflops": 1.0, "train/mfu": 0.25}
+    found = metrics()
+    some = [size for size in SIZES if size]
+    expected = ModelSize.of(tiny_model()).training_flops([3 + size for size in some], some)
+    assert found["train/tflops"] * found["train/compute_s"] * 1e12 == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +76,15 @@ def test_the_flops_of_a_step_are_divided_by_its_ranks() -> None:
         ("Tesla V100-SXM2-16GB", None),
     ],
 )
-def test_the_peak_is_that_of_the_gpu_s_name(
-    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_a_gpu(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert peak_tflops(CUDA, True, None) == peak
 
 
-def test_a_given_peak_counts_before_the_name() -> None:
+def test_a_given_peak_counts_before_that_of_bfloat16_which_no_other_precision_has() -> None:
     assert peak_tflops(CUDA, False, 12.0) == 12.0
-
-
-def test_a_bfloat16_peak_is_not_taken_for_another_precision() -> None:
     assert peak_tflops(CUDA, False, None) is None
+    assert not [key for key in memory_metrics([MemoryUse(0, 0, 0)]) if "rank" in key]
 
 
 class Statistics:
@@ -127,9 +116,7 @@ class SecondRank(SingleRank):
 
     ranks = 2
 
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
+    def dispatch(self, method: str, arguments: Sequence[Any]) -> Callable[[], list[Any]]:
         results = {
             "backward": BackwardResult({}, 0.0),
             "apply": MemoryUse(1 << 30, 4 << 30, 1 << 30),
@@ -150,12 +137,4 @@ def test_a_step_reports_the_memory_of_every_rank(monkeypatch: pytest.MonkeyPatch
         "train/rank/1/gpu_memory_gib": 1.0,
         "train/rank/1/gpu_memory_peak_gib": 4.0,
         "train/rank/1/gpu_memory_outside_gib": 1.0,
-    }
-
-
-def test_one_rank_has_no_metrics_of_its_own() -> None:
-    assert set(memory_metrics([MemoryUse(0, 0, 0)])) == {
-        "train/gpu_memory_gib",
-        "train/gpu_memory_peak_gib",
-        "train/gpu_memory_outside_gib",
     }

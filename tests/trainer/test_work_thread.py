@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.models import bare_stage
 from tests.world.clock import settle
 from trainer.follower import Follower
-from trainer.stage import TrainerStage
 from trainer.work_thread import WorkThread
 
 
@@ -66,7 +66,7 @@ async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
     )
     publisher: Any = Threads()
     batcher: Any = Batcher()
-    stage = TrainerStage(learner, publisher, batcher, max_version_lag=None, model_dir="")
+    stage = bare_stage(learner, batcher, publisher)
     for step in range(3):  # a pool would take another thread for what overlaps
         await stage.open(0, 2, ())
         await asyncio.gather(stage.connect(0), stage.step(), stage.snapshot(step), stage.sleep())
@@ -99,8 +99,7 @@ async def test_a_step_that_is_cancelled_while_its_thread_trains_counts_with_its_
 
     learner: Any = SimpleNamespace(train_batch=train, capture=lambda version: 0)
     batcher: Any = Batcher()
-    unused: Any = None
-    stage = TrainerStage(learner, unused, batcher, max_version_lag=None, model_dir="")
+    stage = bare_stage(learner, batcher)
     step = asyncio.create_task(stage.step())
     await asyncio.to_thread(begun.wait, 30)
     step.cancel()
@@ -155,15 +154,11 @@ async def test_a_call_that_is_cancelled_before_it_began_never_begins() -> None:
     assert ran == []
 
 
-async def test_an_error_of_the_work_is_raised_and_the_thread_goes_on() -> None:
+async def test_the_thread_goes_on_after_an_error_and_ends_with_its_owner() -> None:
     thread = WorkThread("t")
     with pytest.raises(ZeroDivisionError):
         await thread.run(divmod, 1, 0)
     assert await thread.run(divmod, 7, 2) == (3, 1)
-
-
-async def test_the_thread_ends_with_its_owner_and_holds_up_no_exit() -> None:
-    thread = WorkThread("t")
     found = await thread.run(threading.current_thread)
     assert found.daemon
     del thread

@@ -24,10 +24,11 @@ async def answer() -> int:
     return 42
 
 
-async def test_work_in_time_gives_its_result_and_stops_the_timer() -> None:
+@pytest.mark.parametrize(("bound_s", "timers"), [(5, [5]), (math.inf, [])])
+async def test_work_in_time_gives_its_result(bound_s: float, timers: list[float]) -> None:
     timer = ManualTimer()
-    assert await Deadline("a", timer).within(5, "work", answer()) == 42
-    assert timer.due == []
+    assert await Deadline("a", timer).within(bound_s, "work", answer()) == 42
+    assert (timer.delays, timer.due) == (timers, [])
 
 
 async def test_late_work_is_cancelled_named_and_has_ended_when_the_error_is_raised() -> None:
@@ -50,29 +51,12 @@ async def test_late_work_is_cancelled_named_and_has_ended_when_the_error_is_rais
 
 
 @pytest.mark.parametrize("error", [TimeoutError("inner"), ValueError("bad")])
-async def test_an_error_of_the_work_also_a_bound_inside_of_it_comes_through(
-    error: Exception,
-) -> None:
+async def test_an_error_of_the_work_also_a_bound_in_it_comes_through(error: Exception) -> None:
     async def fails() -> None:
         raise error
 
     with pytest.raises(type(error), match=rf"^{error}$"):
         await Deadline("a", ManualTimer()).within(5, "work", fails())
-
-
-async def test_an_infinite_bound_sets_no_timer() -> None:
-    timer = ManualTimer()
-    assert await Deadline("a", timer).within(math.inf, "work", answer()) == 42
-    assert timer.delays == []
-
-
-async def test_who_is_cancelled_leaves_no_work_behind() -> None:
-    waiting = asyncio.create_task(Deadline("a", ManualTimer()).within(5, "work", forever()))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.wait({waiting})
-    await asyncio.sleep(0)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 SHORT_S = 0.05
@@ -147,6 +131,20 @@ async def test_a_loop_that_is_late_all_the_time_gives_work_at_most_its_bound_aga
             await forever()
 
 
+@pytest.mark.parametrize("what", ["work", "pause"])
+async def test_who_is_cancelled_leaves_no_work_and_no_timer_behind(what: str) -> None:
+    timer = ManualTimer()
+    made = Deadline("a", timer)
+    call = made.pause(450) if what == "pause" else made.within(5, "work", forever())
+    waiting = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await asyncio.sleep(0)
+    assert (waiting.cancelled(), timer.due) == (True, [])
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_a_pause_ends_when_the_timer_rings() -> None:
     timer = ManualTimer()
     pausing = asyncio.create_task(Deadline("a", timer).pause(3))
@@ -156,13 +154,3 @@ async def test_a_pause_ends_when_the_timer_rings() -> None:
     await asyncio.wait_for(pausing, 5)
     await asyncio.wait_for(Deadline("a", timer).pause(0), 5)
     assert timer.delays == [3]  # no time is no pause
-
-
-async def test_a_pause_that_is_cancelled_leaves_no_timer() -> None:
-    timer = ManualTimer()
-    pausing = asyncio.create_task(Deadline("a", timer).pause(450))
-    await asyncio.sleep(0)
-    pausing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await pausing
-    assert timer.due == []

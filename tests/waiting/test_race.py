@@ -46,25 +46,20 @@ class Endless:
 async def test_the_first_result_is_the_result_wherever_it_stands() -> None:
     assert await race(value(1), value(2, turns=5)) == 1
     assert await race(value(1, turns=5), value(2)) == 2
-
-
-async def test_of_two_that_are_done_at_once_the_first_given_counts() -> None:
-    assert await race(value(1), value(2)) == 1
+    assert await race(value(1), value(2)) == 1  # at once: the first given
     assert await race(value(1), fail()) == 1
-
-
-async def test_an_error_that_is_first_is_raised() -> None:
-    loser = Endless()
-    with pytest.raises(ValueError, match="bad"):
-        await race(loser(), fail())
-    assert loser.ended
-
-
-async def test_the_loser_has_ended_when_the_result_is_there() -> None:
-    loser = Endless()
-    assert await race(value(1, turns=1), loser()) == 1
+    task, loser = asyncio.create_task(value(7)), Endless()
+    assert await race(task, loser()) == task.result() == 7
     assert loser.ended
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("of", [race, gather_or_cancel])
+async def test_an_error_that_is_first_is_raised_and_ends_the_others(of: Any) -> None:
+    loser = Endless()
+    with pytest.raises(ValueError, match="bad"):
+        await of(loser(), fail(1))
+    assert loser.ended
 
 
 async def test_an_error_of_the_loser_is_dropped_without_a_complaint_of_the_loop() -> None:
@@ -89,21 +84,8 @@ async def test_a_race_that_is_cancelled_leaves_no_task_behind() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_task_that_wins_keeps_its_result() -> None:
-    task = asyncio.create_task(value(7))
-    assert await race(task, Endless()()) == 7
-    assert task.result() == 7
-
-
 async def test_gathered_results_are_in_the_order_of_the_works() -> None:
     assert await gather_or_cancel(value(1, 3), value(2)) == [1, 2]
-
-
-async def test_the_first_error_of_gathered_works_is_raised_and_ends_the_others() -> None:
-    other = Endless()
-    with pytest.raises(ValueError, match="bad"):
-        await gather_or_cancel(other(), fail(1))
-    assert other.ended
 
 
 def test_no_gather_of_the_library_leaves_works_behind_that_go_on_after_an_error() -> None:

@@ -70,25 +70,22 @@ async def hang_for(seconds: float, timer: ManualTimer) -> None:
 
 
 @both_loops
-def test_the_event_loop_goes_on_while_a_source_hangs(run: Run) -> None:
+def test_the_event_loop_goes_on_while_a_source_hangs_and_its_error_is_raised(run: Run) -> None:
+    def fails() -> None:
+        raise SourceError("s", "its server is gone")
+
     async def reads() -> int:
         reading, _ = hanging_reading()
         running = asyncio.create_task(reading.run(source.read))
         await source.asked()
         assert not running.done()
         source.go.set()
+        with pytest.raises(SourceError, match="its server is gone"):
+            await reading.run(fails)
         return await asyncio.wait_for(running, 30)
 
     with hanging_source() as source:
         assert run(reads()) == 0
-
-
-async def test_the_error_of_a_read_is_raised() -> None:
-    def fails() -> None:
-        raise SourceError("s", "its server is gone")
-
-    with pytest.raises(SourceError, match="its server is gone"):
-        await hanging_reading()[0].run(fails)
 
 
 async def test_a_source_that_hangs_is_given_up_with_its_name_and_the_key_of_the_bound() -> None:

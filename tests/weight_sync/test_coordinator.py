@@ -24,6 +24,14 @@ def pool(*receivers: Receiver) -> MemberSet[Any]:
     return MemberSet("rollout", named, Policy(supervision=SupervisionConfig(max_restarts=1)))
 
 
+class Sync(BroadcastSync):
+    """A weight sync whose members the tests see."""
+
+    def __init__(self, sender: Sender, members: MemberSet[Any], *given: Any, **more: Any) -> None:
+        super().__init__(sender, members, *given, **more)
+        self.members = members
+
+
 def sync(
     events: list[str],
     receivers: Sequence[Receiver],
@@ -33,11 +41,11 @@ def sync(
     workers: Sequence[int] = (),
     sender: Sender | None = None,
     **more: Any,
-) -> BroadcastSync:
+) -> Sync:
     """To engines of one worker each, unless ``workers`` says how many."""
     sender = sender or Sender(events)
     sender.receivers = receivers
-    return BroadcastSync(
+    return Sync(
         sender,
         pool(*receivers),
         workers or [1] * len(receivers),
@@ -48,25 +56,25 @@ def sync(
     )
 
 
-async def pushed(weights: BroadcastSync, version: int = 1) -> dict[str, float]:
+async def pushed(weights: Sync, version: int = 1) -> dict[str, float]:
     """The metrics of a sync."""
     await weights.snapshot(version)
     return dict((await weights.push()).metrics)
 
 
-def lost(weights: BroadcastSync) -> dict[int, str]:
+def lost(weights: Sync) -> dict[int, str]:
     """Who was lost, and why."""
-    return {m.index: str(m.failure) for m in weights._members.all if m.failure is not None}
+    return {m.index: str(m.failure) for m in weights.members.all if m.failure is not None}
 
 
-def lose(weights: BroadcastSync, index: int) -> Member[Any]:
+def lose(weights: Sync, index: int) -> Member[Any]:
     """Member ``index`` fails, if it has not yet."""
-    member = weights._members.all[index]
-    weights._members.fail(member, member.incarnation, StageError(member.name, "its process died"))
+    member = weights.members.all[index]
+    weights.members.fail(member, member.incarnation, StageError(member.name, "its process died"))
     return member
 
 
-async def rejoin(weights: BroadcastSync, index: int, newcomer: Receiver) -> None:
+async def rejoin(weights: Sync, index: int, newcomer: Receiver) -> None:
     """Member ``index`` is rebuilt. Raises why it is not."""
 
     async def rebuild(member: Member[Any]) -> Receiver:
@@ -74,17 +82,15 @@ async def rejoin(weights: BroadcastSync, index: int, newcomer: Receiver) -> None
         return newcomer
 
     policy = Policy[Any](supervision=SupervisionConfig(max_restarts=1), rebuild=rebuild, needed=99)
-    weights._members.policy = policy
-    await weights._members.mend(lose(weights, index))
+    weights.members.policy = policy
+    await weights.members.mend(lose(weights, index))
 
 
 ONE = ["pause keep", "send", "receive", "finish 3", "resume"]
 
 
 @pytest.mark.parametrize("rolling", [False, True])
-async def test_a_push_pauses_sends_names_and_resumes_and_rolling_one_replica_after_the_other(
-    rolling: bool,
-) -> None:
+async def test_a_push_pauses_sends_and_resumes_one_after_the_other(rolling: bool) -> None:
     events: list[str] = []
     receivers = [Receiver(events) for _ in range(1 + rolling)]
     await pushed(sync(events, receivers, rolling=rolling), 3)
@@ -113,9 +119,7 @@ async def test_a_trainer_that_hangs_in_its_snapshot_is_as_good_as_dead() -> None
 
 
 @pytest.mark.parametrize("generates", [(100, 100), (500, 0)])
-async def test_finish_waits_for_responses_as_long_as_tokens_come(
-    generates: tuple[int, int],
-) -> None:
+async def test_finish_waits_while_tokens_come(generates: tuple[int, int]) -> None:
     """100: ten looks, of four within the bound."""
     receivers = [Receiver(), Receiver()]
     for receiver, tokens in zip(receivers, generates, strict=True):
@@ -206,17 +210,6 @@ async def test_one_that_fails_or_hangs_is_lost_with_the_part_and_the_cause(
     assert cause in lost(weights)[1]
 
 
-@pytest.mark.parametrize("part", ["pause keep", "finish 1", "resume", "join"])
-async def test_the_others_have_the_new_version_in_the_end(part: str) -> None:
-    healthy, fails = Receiver(), Receiver(fail=part)
-    weights = sync([], [healthy, fails], tries=2)
-    await weights.snapshot(1)
-    if part == "join":
-        fails.fail = "alive"  # its process is gone
-    await weights.push()
-    assert (healthy.version, healthy.paused) == (1, False)
-
-
 async def test_a_broken_transfer_leaves_the_old_weights_generating_until_it_is_made_again() -> None:
     receivers = [Receiver(), Receiver()]
     sender = Sender()
@@ -236,7 +229,7 @@ async def test_who_has_weights_of_two_versions_stays_paused_until_it_has_all_of_
         paused.append(half.paused)
         await finish(version)
 
-    other.finish = looks  # type: ignore[method-assign]
+    other.finish = looks
     await pushed(weights)
     assert paused == [True]
     assert lost(weights) == {}
@@ -267,9 +260,7 @@ async def test_a_sender_that_always_fails_ends_the_push_after_so_many_tries() ->
 
 
 @pytest.mark.parametrize(("fault", "cause"), [("dead", "trainer"), ("hangs", "trainer: it hangs")])
-async def test_a_trainer_that_is_dead_or_hangs_ends_the_push_and_the_replicas_go_on(
-    fault: str, cause: str
-) -> None:
+async def test_a_dead_or_hanging_trainer_ends_the_push(fault: str, cause: str) -> None:
     receiver, sender = Receiver(), Sender()
     setattr(sender, fault, True)
     receiver.aborts = 1
@@ -313,9 +304,7 @@ async def test_before_the_first_snapshot_who_rejoins_needs_no_weights() -> None:
 
 
 @pytest.mark.parametrize("rolling", [False, True])
-async def test_who_rejoins_before_the_first_snapshot_meets_before_the_first_push(
-    rolling: bool,
-) -> None:
+async def test_who_rejoins_early_meets_before_the_first_push(rolling: bool) -> None:
     weights = sync([], [Receiver()], rolling=rolling)
     await weights.connect()
     lose(weights, 0)
@@ -348,13 +337,6 @@ async def test_a_push_that_waits_for_a_newcomer_updates_it_too() -> None:
     newcomer.finished.set()
     await asyncio.gather(joining, following, pushing)
     assert (receivers[0].version, newcomer.version) == (2, 2)
-
-
-async def test_a_replica_that_received_half_of_the_weights_is_not_resumed() -> None:
-    events: list[str] = []
-    weights = sync(events, [Receiver(events, fail="receive")])
-    await pushed(weights)
-    assert "resume" not in events
 
 
 @given(
@@ -397,10 +379,10 @@ def test_chunks_cover_every_tensor_once_in_order() -> None:
 class TestEvaluators:
     """Members of a pool of their own, whose indices follow those of the rollout replicas."""
 
-    def made(self, rollout: Receiver, *own: Receiver, tries: int = 1) -> BroadcastSync:
+    def made(self, rollout: Receiver, *own: Receiver, tries: int = 1) -> Sync:
         self.sender, self.own = Sender(), pool(*own)
         more = {"sender": self.sender, "evaluators": self.own, "workers": [1] * (1 + len(own))}
-        coordinator = sync([], [rollout], tries=tries, **more)  # type: ignore[arg-type]
+        coordinator = sync([], [rollout], tries=tries, **more)
         self.sender.receivers = own
         return coordinator
 

@@ -52,13 +52,10 @@ def test_the_digest_of_joined_tensors_follows_from_those_of_the_parts(
     assert joined(list(found.values())) == digests(whole=torch.cat(parts))["whole"]
 
 
-def test_parts_that_do_not_fit_have_no_joined_digest() -> None:
+def test_parts_that_do_not_fit_or_end_within_a_word_have_no_joined_digest() -> None:
     found = digests(a=torch.ones(2, 3), b=torch.ones(2, 4), c=torch.ones(2, 3).half())
     assert joined([found["a"], found["b"]]) is None
     assert joined([found["a"], found["c"]]) is None
-
-
-def test_a_part_that_ends_within_a_word_has_no_joined_digest() -> None:
     odd = digests(a=torch.ones(3, dtype=torch.bfloat16))["a"]
     assert joined([odd, odd]) is None
 
@@ -84,11 +81,15 @@ def test_a_parameter_that_is_gone_or_whose_tensor_is_not_sent_is_wrong() -> None
     assert learned.wrong(found, digests(**sent)) == [OUT]
 
 
-def test_a_tied_head_is_learned_from_the_embedding() -> None:
+def test_a_tied_head_is_learned_from_the_embedding_but_no_tensor_sent_under_its_name() -> None:
     learned = LearnedParameters()
     sent = digests(**{"embed.weight": torch.ones(4, 2), "norm.weight": torch.ones(2)})
     learned.learn({(0, f"{PACKED}head.weight"): sent["embed.weight"]}, SentTensors(sent))
     assert learned.sources == {(0, f"{PACKED}head.weight"): ("embed.weight",)}
+    learned = LearnedParameters()
+    sent = digests(**{"a.norm.weight": torch.ones(4), "b.norm.weight": torch.zeros(4)})
+    learned.learn({(0, "a.norm.weight"): sent["b.norm.weight"]}, SentTensors(sent))
+    assert learned.sources == {}
 
 
 def test_equal_tensors_explain_a_parameter_twice_and_it_is_learned_later() -> None:
@@ -104,16 +105,7 @@ def test_equal_tensors_explain_a_parameter_twice_and_it_is_learned_later() -> No
     assert learned.sources == {place: tuple(zeros)}
 
 
-def test_a_tensor_that_is_sent_under_the_name_is_explained_by_no_other() -> None:
-    learned = LearnedParameters()
-    sent = digests(**{"a.norm.weight": torch.ones(4), "b.norm.weight": torch.zeros(4)})
-    learned.learn({(0, "a.norm.weight"): sent["b.norm.weight"]}, SentTensors(sent))
-    assert learned.sources == {}
-
-
-def test_joined_tensors_are_not_looked_for_among_the_layers_of_a_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_joined_tensors_are_not_looked_for_among_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred tensors have a million permutations of three."""
     tried: list[object] = []
     monkeypatch.setattr(parameters, "joined", tried.append)
@@ -167,9 +159,6 @@ def test_a_norm_of_a_frozen_tower_is_not_learned_from_a_sent_one_that_is_equal()
 )
 def test_what_is_sent_beside_a_frozen_tower_is_not_frozen(name: str) -> None:
     assert not SentTensors(digests(**of_student(0)), FROZEN).frozen(name)
-
-
-def test_a_module_is_found_under_a_longer_name_of_the_engine() -> None:
     sent = SentTensors({}, ["visual.blocks.0.mlp.fc1.weight"])
     assert sent.frozen("model.visual.blocks.0.mlp.fc1.weight")
 

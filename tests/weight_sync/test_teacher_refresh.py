@@ -70,9 +70,7 @@ async def pushed(sync: World, versions: int) -> None:
         await sync.push()
 
 
-async def test_a_teacher_takes_every_so_manieth_version_before_the_students(
-    tmp_path: Path,
-) -> None:
+async def test_a_teacher_takes_every_nth_version_before_students(tmp_path: Path) -> None:
     world = World(tmp_path)
     await pushed(world.sync(a=2), 3)
     assert world.seen == [
@@ -82,19 +80,19 @@ async def test_a_teacher_takes_every_so_manieth_version_before_the_students(
     ]
 
 
-async def test_only_copies_that_a_teacher_has_stay(tmp_path: Path) -> None:
+async def test_only_copies_of_a_teacher_or_a_checkpoint_stay(tmp_path: Path) -> None:
     world = World(tmp_path)
     await pushed(world.sync(a=2, b=5), 7)
     assert world.copies == ["version_5", "version_6"]
+    world = World(tmp_path, 4, 5)
+    await pushed(world.sync(a=2), 7)
+    assert world.copies == ["version_4", "version_6"]
 
 
-async def test_the_report_says_how_long_it_took(tmp_path: Path) -> None:
+async def test_a_push_reports_its_time_or_the_failed_teacher(tmp_path: Path) -> None:
     sync = World(tmp_path).sync(a=1)
     await sync.snapshot(1)
     assert set(await sync.push()) == {"sync/teachers_s"}
-
-
-async def test_a_teacher_that_does_not_take_it_ends_the_push(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.fail = True
     sync = world.sync(a=1)
@@ -103,21 +101,13 @@ async def test_a_teacher_that_does_not_take_it_ends_the_push(tmp_path: Path) -> 
         await sync.push()
 
 
-async def test_copies_that_belong_to_a_checkpoint_stay(tmp_path: Path) -> None:
-    world = World(tmp_path, 4, 5)
-    await pushed(world.sync(a=2), 7)
-    assert world.copies == ["version_4", "version_6"]
-
-
 async def again(sync: World, version: int) -> None:
     """The run goes on from a checkpoint of this version."""
     await sync.snapshot(version, again=True)
     await sync.push()
 
 
-async def test_a_resumed_teacher_takes_the_weights_that_it_had_at_the_checkpoint(
-    tmp_path: Path,
-) -> None:
+async def test_a_resumed_teacher_takes_the_checkpoints_weights(tmp_path: Path) -> None:
     world = World(tmp_path, 5)
     await pushed(world.sync(a=3, b=9), 8)
     world.loads()
@@ -125,23 +115,10 @@ async def test_a_resumed_teacher_takes_the_weights_that_it_had_at_the_checkpoint
     assert world.loads() == ["a 3 version_3"]
 
 
-async def test_a_resumed_teacher_goes_on_as_it_would_have(tmp_path: Path) -> None:
-    world = World(tmp_path, 5)
-    await pushed(world.sync(a=3), 8)
-    sync = world.sync(a=3)
-    await again(sync, 5)
-    world.loads()
-    await sync.snapshot(6)
-    await sync.push()
-    assert world.loads() == ["a 6 version_6"]
-
-
 @pytest.mark.parametrize(
     ("version", "loads"), [(5, ["a 3 version_3"]), (2, ["a 0 student"]), (7, [])]
 )
-async def test_teachers_go_back_with_a_trainer_that_died(
-    tmp_path: Path, version: int, loads: list[str]
-) -> None:
+async def test_teachers_go_back_with_it(tmp_path: Path, version: int, loads: list[str]) -> None:
     world = World(tmp_path, version)
     sync = world.sync(a=3)
     await pushed(sync, 8)
@@ -150,9 +127,7 @@ async def test_teachers_go_back_with_a_trainer_that_died(
     assert world.loads() == loads
 
 
-async def test_a_copy_that_is_gone_is_told_and_the_checkpoints_weights_take_its_place(
-    tmp_path: Path,
-) -> None:
+async def test_a_copy_that_is_gone_is_replaced_by_the_checkpoint(tmp_path: Path) -> None:
     world = World(tmp_path)
     await again(world.sync(a=3), 7)
     assert world.loads() == ["a 6 version_6"]

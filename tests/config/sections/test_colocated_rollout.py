@@ -13,18 +13,13 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import chosen
+from tests.world.config import run_config
 
 WITH_TRAIN = {"placement": "colocated", "with": "train"}
 
 
 def config(rollout: dict[str, Any], **sections: Any) -> RunConfig:
-    made = {
-        "student": {"model": "student"},
-        "teachers": {"t": {"model": "t"}},
-        "data": {"train": "prompts.jsonl"},
-        "rollout": rollout,
-    }
-    return RunConfig.model_validate(made | sections)
+    return run_config(rollout=rollout, **sections)
 
 
 @pytest.mark.parametrize("rollout", [{"placement": "colocated"}, {"with": "train"}])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import Loss, RewardConfig, corrects, nucleus_faults, score_kind
+from tests.world.config import run_config
 
 
 def loss(**values: Any) -> Any:
@@ -74,26 +74,16 @@ def test_everything_that_cuts_the_sampled_distribution_is_named() -> None:
     assert remedy == "rollout.top_p 1 and rollout.top_k 0 and rollout.min_p 0"
 
 
-@pytest.mark.parametrize("cut", [{"top_k": 20}, {"min_p": 0.1}])
-def test_a_run_with_a_reward_over_a_part_of_the_distribution_is_refused(cut: Any) -> None:
-    values = {
-        "student": {"model": "m"},
-        "teachers": {"t": {"model": "m"}},
-        "data": {"train": "d.jsonl"},
-        "rollout": cut,
-        "reward": {},
-    }
-    with pytest.raises(ValidationError, match=rf"rollout\.{next(iter(cut))} .* makes incomparable"):
-        RunConfig.model_validate(values)
-
-
-def test_a_run_with_k1_over_a_nucleus_is_refused_with_the_remedy() -> None:
-    values = {
-        "student": {"model": "m"},
-        "teachers": {"t": {"model": "m"}},
-        "data": {"train": "d.jsonl"},
-        "rollout": {"top_p": 0.9},
-        "loss": {"kind": "k1"},
-    }
-    with pytest.raises(ValidationError, match=r"rollout\.top_p 0\.9 makes incomparable"):
-        RunConfig.model_validate(values)
+@pytest.mark.parametrize(
+    ("cut", "of", "words"),
+    [
+        ({"top_k": 20}, {"reward": {}}, r"rollout\.top_k .* makes"),
+        ({"min_p": 0.1}, {"reward": {}}, r"rollout\.min_p .* makes"),
+        ({"top_p": 0.9}, {"loss": {"kind": "k1"}}, r"rollout\.top_p 0\.9 makes"),
+    ],
+)
+def test_a_run_with_importance_over_a_part_of_the_distribution_is_refused(
+    cut: dict[str, float], of: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"{words} incomparable"):
+        run_config(rollout=cut, **of)

@@ -15,8 +15,8 @@ from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
+from tests.checks.inputs import EXAMPLE, FEW, MODELS
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
 SERVER: dict[str, Any] = {
     "kind": "endpoint",
     "urls": ["http://one:8000"],
@@ -26,7 +26,7 @@ SERVER: dict[str, Any] = {
 
 SELF: dict[str, Any] = {"kind": "self"}
 COLOCATED = {"placement": "colocated", "with": "rollout"}
-MODEL = str(EXAMPLE.parent / "quickstart" / "models" / "teacher-sort")
+MODEL = str(MODELS / "teacher-sort")
 FULL = "loss={kind: forward_kl, support: full_vocab}"
 
 
@@ -35,7 +35,7 @@ def vllm(**others: Any) -> dict[str, Any]:
 
 
 def load(teacher: dict[str, Any], *overrides: str) -> RunConfig:
-    return load_config(EXAMPLE, [f"teachers.sort={json.dumps(teacher)}", *overrides])
+    return load_config(EXAMPLE, [*FEW, f"teachers.sort={json.dumps(teacher)}", *overrides])
 
 
 def problems(teacher: dict[str, Any], *overrides: str) -> list[Problem]:

@@ -15,6 +15,8 @@ from async_opd.observability.live.console import LiveConsole, PlainConsole, open
 from async_opd.observability.live.view_state import ViewState
 from async_opd.observability.sinks import Summary
 from async_opd.observability.terminal import terminal_on
+from tests.observability.test_run_log import Clock
+from tests.world.config import run_config
 
 METRICS = {
     "loss/total": 0.125,
@@ -38,16 +40,6 @@ METRICS = {
 }
 
 
-class Clock:
-    """Stands still by default."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Terminal(io.StringIO):
     """A file that says it is a terminal."""
 
@@ -56,15 +48,8 @@ class Terminal(io.StringIO):
 
 
 def config(console: str = "auto", steps: int = 100) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"sort": {"model": "a"}, "math": {"model": "b"}},
-            "data": {"train": "train.jsonl"},
-            "train": {"steps": steps},
-            "log": {"console": console},
-        }
-    )
+    teachers = {"sort": {"model": "a"}, "math": {"model": "b"}}
+    return run_config(teachers=teachers, train={"steps": steps}, log={"console": console})
 
 
 def summary(**changes: Any) -> Summary:
@@ -97,56 +82,51 @@ def row(text: str, label: str) -> list[str]:
     return next(line for line in text.splitlines() if line.strip().startswith(label)).split()
 
 
-def test_auto_is_live_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert isinstance(open_console(config(), file=Terminal()), LiveConsole)
-
-
-def test_auto_is_plain_on_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(open_console(config(), file=Terminal()), PlainConsole)
-
-
-def test_auto_is_plain_in_a_file(monkeypatch: pytest.MonkeyPatch, out: io.StringIO) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "term", "kind"),
+    [
+        ("auto", "xterm-256color", LiveConsole),
+        ("auto", "dumb", PlainConsole),
+        ("auto", None, PlainConsole),
+        ("off", "xterm-256color", type(None)),
+    ],
+    ids=["live on a terminal", "plain on a dumb one", "plain in a file", "off"],
+)
+def test_the_console_suits_its_terminal(
+    monkeypatch: pytest.MonkeyPatch, out: io.StringIO, wanted: str, term: str | None, kind: Any
+) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
-    assert isinstance(open_console(config(), file=out), PlainConsole)
+    monkeypatch.setenv("TERM", term or "xterm")
+    assert isinstance(open_console(config(wanted), file=Terminal() if term else out), kind)
 
 
-def test_off_is_no_console() -> None:
-    assert open_console(config("off")) is None
-
-
-def test_time_left_follows_the_pace_since_the_initial_evaluation(
-    state: ViewState, clock: Clock
+@pytest.mark.parametrize(
+    ("rows", "left_s"),
+    [
+        ([(0, 0)], None),
+        ([(500, 0), (20, 10)], 180),
+        ([(0, 0), (20, 10), (5, None)], 175),
+        ([(0, 90), (10, 91)], 90),
+    ],
+    ids=[
+        "unknown before the first step",
+        "the pace since the initial evaluation",
+        "falls while no step arrives",
+        "a resumed run ignores the steps before",
+    ],
+)
+def test_time_left_follows_the_pace(
+    state: ViewState, clock: Clock, rows: list[tuple[float, int | None]], left_s: float | None
 ) -> None:
-    clock.now += 500
-    state.post(0, {})
-    clock.now += 20
-    state.post(10, {})
-    assert state.left_s == 180
+    for seconds, step in rows:
+        clock.now += seconds
+        if step is not None:
+            state.post(step, {})
+    assert state.left_s == left_s
 
 
-def test_time_left_falls_while_no_step_arrives(state: ViewState, clock: Clock) -> None:
-    state.post(0, {})
-    clock.now += 20
-    state.post(10, {})
-    clock.now += 5
-    assert state.left_s == 175
-
-
-def test_time_left_of_a_resumed_run_ignores_the_steps_before(
-    state: ViewState, clock: Clock
-) -> None:
-    state.post(90, {})
-    clock.now += 10
-    state.post(91, {})
-    assert state.left_s == 90
-
-
-def test_time_left_does_not_follow_an_evaluation_of_an_earlier_step(
-    state: ViewState, clock: Clock
-) -> None:
+def test_time_left_ignores_an_earlier_steps_evaluation(state: ViewState, clock: Clock) -> None:
     state.post(90, {})
     clock.now += 10
     state.post(91, {})
@@ -154,20 +134,16 @@ def test_time_left_does_not_follow_an_evaluation_of_an_earlier_step(
     assert state.left_s == 90
 
 
-def test_time_left_is_unknown_before_the_first_step(state: ViewState) -> None:
-    state.post(0, {})
-    assert state.left_s is None
-
-
 def test_the_live_display_refreshes_while_no_step_arrives(
     state: ViewState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticked = threading.Event()
-    console = LiveConsole(state, Terminal())
+    ticked, file = threading.Event(), Terminal()
+    console = LiveConsole(state, file)
     console.start()
     monkeypatch.setattr(console._live, "refresh", ticked.set)
     assert ticked.wait(timeout=5)
     console.close(summary())
+    assert "runs/demo" in file.getvalue()
 
 
 def test_a_display_that_broke_is_an_error_at_the_next_step(
@@ -186,46 +162,18 @@ def test_a_display_that_broke_is_an_error_at_the_next_step(
     console.close(summary())
 
 
-def test_the_live_display_ends_with_the_end_screen(state: ViewState) -> None:
-    file = Terminal()
-    console = LiveConsole(state, file)
-    console.start()
-    console.close(summary())
-    assert "runs/demo" in file.getvalue()
-
-
-def test_a_plain_line_has_the_step_and_its_numbers(plain: PlainConsole, out: io.StringIO) -> None:
-    plain.log(1, METRICS)
-    line = out.getvalue()
-    assert line.startswith("step 1/100  loss 0.125")
-    assert "rollout 12.3k tok/s 97% busy" in line
-
-
-def test_steps_in_quick_succession_share_a_plain_line(
+def test_steps_in_quick_succession_share_a_plain_line_but_the_last_and_a_broken_one(
     plain: PlainConsole, out: io.StringIO, clock: Clock
 ) -> None:
-    for step in range(1, 6):
+    plain.log(0, {"eval_initial/sort/accuracy": 0.1})  # no step
+    for step in (*range(1, 6), 100, 101):
         plain.log(step, METRICS)
         clock.now += 0.5
-    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/100", "5/100"]
-
-
-def test_the_last_step_is_always_printed(plain: PlainConsole, out: io.StringIO) -> None:
-    plain.log(1, METRICS)
-    plain.log(100, METRICS)
-    assert "step 100/100" in out.getvalue()
-
-
-def test_the_step_at_which_a_run_broke_is_printed(plain: PlainConsole, out: io.StringIO) -> None:
-    plain.log(1, METRICS)
-    plain.log(2, METRICS)
     plain.close(summary(status="failed", error="no memory"))
-    assert "step 2/100" in out.getvalue()
-
-
-def test_an_evaluation_is_no_step_of_its_own(plain: PlainConsole, out: io.StringIO) -> None:
-    plain.log(0, {"eval_initial/sort/accuracy": 0.1})
-    assert out.getvalue() == ""
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/100", "5/100", "100/100", "101/100"]
+    assert lines[0].startswith("step 1/100  loss 0.125")
+    assert "rollout 12.3k tok/s 97% busy" in lines[0]
 
 
 def test_plain_output_has_no_escape_sequences(
@@ -281,16 +229,13 @@ def test_the_end_screen_of_a_run_that_has_not_completed_has_the_command_that_con
     assert ("error" in out.getvalue()) == (status == "failed")
 
 
-def test_the_end_screen_says_status_time_and_error(plain: PlainConsole, out: io.StringIO) -> None:
-    plain.close(summary(status="failed", error="train: out of memory"))
-    assert "failed, 100 steps in 1:02:03" in out.getvalue()
-    assert "train: out of memory" in out.getvalue()
-
-
-def test_the_run_directory_is_on_one_line(plain: PlainConsole, out: io.StringIO) -> None:
+def test_the_end_screen_has_status_time_error_and_the_whole_folder(
+    plain: PlainConsole, out: io.StringIO
+) -> None:
     run_dir = Path("/very/long") / ("x" * 200)
-    plain.close(summary(run_dir=run_dir))
-    assert str(run_dir) in out.getvalue()
+    plain.close(summary(status="failed", error="train: out of memory", run_dir=run_dir))
+    for text in ("failed, 100 steps in 1:02:03", "train: out of memory", str(run_dir)):
+        assert text in out.getvalue()
 
 
 def test_a_broken_pipe_does_not_end_the_process() -> None:

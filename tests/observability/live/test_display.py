@@ -15,7 +15,8 @@ from rich.console import Console
 from async_opd.observability.live.display import Display, fit
 from async_opd.observability.live.view_state import BLOCKS, EIGHTHS, ViewState
 from async_opd.waiting.waits import WAITING
-from tests.observability.live.test_console import METRICS, Clock, config, row
+from tests.observability.live.test_console import METRICS, config, row
+from tests.observability.test_run_log import Clock
 
 WIDTHS = pytest.mark.parametrize("width", [80, 200])
 WAIT = "scored samples of whole groups of a batch that is not complete"
@@ -58,10 +59,7 @@ def test_a_pool_is_one_line_of_busy_share_speed_requests_in_flight_and_what_it_w
     text = re.sub(f"[{BLOCKS}{EIGHTHS[1:]}]", "", shown(state, width=width))
     assert row(text, "rollout") == ["rollout", "97%", "12.3k", "64", "prompts", "(admission)"]
     assert row(text, "train") == ["train", "50%", "900", "-"]
-
-
-def test_a_pool_that_has_not_reported_shows_dashes(state: ViewState) -> None:
-    assert row(shown(state), "teacher/sort") == ["teacher/sort", "-", "-", "-"]
+    assert row(text, "teacher/sort") == ["teacher/sort", "-", "-", "-"]  # it has not reported
 
 
 @WIDTHS
@@ -73,12 +71,8 @@ def test_no_line_is_longer_than_the_terminal_and_nothing_wraps(
     assert [line.split()[0] for line in found[2:6]] == [pool.name for pool in state.pools]
     assert sum(line.startswith("teacher/math/replica/0") for line in found) == 5
     assert len(found) <= 29
-
-
-@WIDTHS
-def test_no_text_is_cut_within_a_word(state: ViewState, width: int) -> None:
     words = {*MESSAGE.split(), *WAIT.split(), *(str(number) for number in range(9)), "…"}
-    for line in lines(busy(state), width):
+    for line in found:  # no text is cut within a word
         if line.startswith("teacher/math/replica/0"):
             assert set(line.split()) <= words
         if line.startswith("rollout "):
@@ -115,11 +109,8 @@ def test_a_topic_has_a_bar_and_its_ready_and_leased_samples(state: ViewState) ->
     state.topic_samples = 18
     state.post(1, METRICS)
     assert row(shown(state), "rollouts/sort")[:5] == ["rollouts/sort", "█████", "7", "+", "2"]
-
-
-def test_topics_of_stale_and_lost_samples_are_shown_when_they_have_some(state: ViewState) -> None:
-    state.post(1, {"queue/dead/ready": 0.0, "queue/stale/ready": 3.0})
-    assert "stale" in shown(state)
+    state.post(2, {"queue/dead/ready": 0.0, "queue/stale/ready": 3.0})
+    assert "stale" in shown(state)  # shown when it has samples
     assert "dead " not in shown(state)
 
 
@@ -139,31 +130,19 @@ def test_the_view_has_the_newest_accuracy_of_each_source(state: ViewState) -> No
     assert "accuracy math ▁ 20.0%" in words
 
 
-def test_only_the_newest_line_about_what_is_waited_for_is_in_the_view(state: ViewState) -> None:
-    state.post_message("starting Ray and the engines")
-    for seconds in range(10, 100, 10):
-        state.post_message(f"{WAITING}student/0 to start ({seconds} s so far, at most 600 s)")
-    assert state.messages[-2:] == (
-        "starting Ray and the engines",
-        f"{WAITING}student/0 to start (90 s so far, at most 600 s)",
-    )
-
-
 def test_the_view_has_the_last_messages(state: ViewState) -> None:
+    assert "step 0/100" in shown(state)  # before anything happened
     for number in range(9):
         state.post_message(f"message {number}")
+    state.post_message("[red]not markup[/red]")
     text = shown(state)
     assert "message 8" in text
     assert "message 3" not in text
-
-
-def test_square_brackets_are_shown_as_they_are(state: ViewState) -> None:
-    state.post_message("[red]not markup[/red]")
-    assert "[red]not markup[/red]" in shown(state)
-
-
-def test_the_view_works_before_anything_happened(state: ViewState) -> None:
-    assert "step 0/100" in shown(state)
+    assert "[red]not markup[/red]" in text
+    for seconds in range(10, 100, 10):
+        state.post_message(f"{WAITING}student/0 to start ({seconds} s so far, at most 600 s)")
+    newest = f"{WAITING}student/0 to start (90 s so far, at most 600 s)"
+    assert state.messages[-2:] == ("[red]not markup[/red]", newest)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e308, 1e308])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.observability.live import live_file
 from async_opd.observability.live.live_file import LIVE_FILE, LiveFile, read_live, started_at
-from tests.observability.live.test_console import Clock, summary
+from tests.observability.live.test_console import summary
+from tests.observability.test_run_log import Clock
 
 
 class Turns:
@@ -50,10 +50,6 @@ def test_the_file_names_the_process_and_what_pools_wait_for(
     assert (live.started, live.time) == (1_000_000.0, 1_000_005.0)
     assert (live.waits["rollout"], len(live.waits["train"])) == ("prompts", 200)
     assert (tmp_path / LIVE_FILE).stat().st_mode & 0o777 == 0o600
-    sink.close(summary())
-
-
-def test_the_file_goes_when_the_run_ends(sink: LiveFile, tmp_path: Path) -> None:
     assert sink.close(summary()) is None
     assert read_live(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
@@ -85,19 +81,6 @@ def test_a_disk_that_answers_again_has_the_file_again(
     with pytest.raises(OSError, match="stale handle"):
         sink.waits({})
     sink.waits({})
-
-
-def test_a_full_disk_is_an_error_at_the_next_step(
-    sink: LiveFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(live_file, "write_atomically", full)
-    monkeypatch.setattr(sink, "_ended", Turns(1))
-    sink._beats()
-    with pytest.raises(OSError, match="No space left"):
-        sink.waits({})
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": "x"}', json.dumps({"pid": 1})])

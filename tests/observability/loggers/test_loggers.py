@@ -18,21 +18,15 @@ from async_opd.config.run_config import RunConfig
 from async_opd.observability.loggers.threaded import MAX_ROWS, ThreadedSink
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
+from tests.world.config import run_config
 
 SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
 
 
 def config(*loggers: str) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "student": {"model": "student"},
-            "teachers": {"sort": {"model": "teacher"}},
-            "data": {"train": "train.jsonl"},
-            "log": {"console": "off", "wandb": "off", "loggers": list(loggers), "project": "ours"},
-            "name": "first",
-            "timeouts": {"shutdown_s": 120},  # MLflow's import takes long beside other work
-        }
-    )
+    log = {"console": "off", "wandb": "off", "loggers": list(loggers), "project": "ours"}
+    bounds = {"shutdown_s": 120}  # MLflow's import takes long beside other work
+    return run_config(name="first", student={"model": "student"}, log=log, timeouts=bounds)
 
 
 def recorded(run_dir: Path, *loggers: str, status: Any = "completed") -> None:
@@ -43,12 +37,23 @@ def recorded(run_dir: Path, *loggers: str, status: Any = "completed") -> None:
     assert log.failures == 0, (run_dir / "run.log").read_text()
 
 
-def test_tensorboard_has_the_scalars_of_each_step(tmp_path: Path) -> None:
+def resumed(run_dir: Path, logger: str) -> None:
+    """Logs step 2 again, and step 3."""
+    with RunLog(config(logger), run_dir, before={}) as log:
+        for step in (2, 3):
+            log.log(step, {"loss/total": 0.5})
+        log.finish("completed")
+    assert log.failures == 0, (run_dir / "run.log").read_text()
+
+
+def test_tensorboard_has_the_scalars_of_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     recorded(tmp_path, "tensorboard")
+    resumed(tmp_path, "tensorboard")
     found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert [(one.step, one.value) for one in found.Scalars("loss/total")] == [(1, 2.5), (2, 1.5)]
+    losses = [(one.step, one.value) for one in found.Scalars("loss/total")]
+    assert losses == [(1, 2.5), (2, 1.5), (3, 0.5)]
     assert sorted(found.Tags()["scalars"]) == ["eval/sort/mean@4", "loss/total"]
 
 
@@ -75,15 +80,11 @@ import sys
 from pathlib import Path
 import trackio
 from async_opd.observability.loggers.logged_run import LoggedRun
-from tests.observability.loggers.test_loggers import config, recorded
-from async_opd.observability.run_log import RunLog
+from tests.observability.loggers.test_loggers import recorded, resumed
 one, two = Path(sys.argv[1], "one"), Path(sys.argv[1], "two")
 recorded(one, "trackio")
 recorded(two, "trackio")
-with RunLog(config("trackio"), one, before={}) as log:
-    for step in (2, 3):
-        log.log(step, {"loss/total": 0.5})
-    log.finish("completed")
+resumed(one, "trackio")
 names = {run.name for run in trackio.Api().runs("ours")}
 own = {folder: f"first-{LoggedRun.of(folder, 'trackio').id}" for folder in (one, two)}
 assert names == set(own.values()), names
@@ -116,9 +117,6 @@ def test_a_logger_that_is_not_installed_is_refused_before_the_start(
     (refused,) = [one for one in problems if one.key == "log.loggers"]
     assert refused.message == "mlflow is not installed"
     assert refused.remedy == "pip install 'async-opd[mlflow]'"
-
-
-def test_a_logger_that_is_named_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="named twice"):
         config("mlflow", "mlflow")
 
@@ -176,7 +174,7 @@ def test_rows_that_a_slow_logger_does_not_take_are_counted_and_its_run_ends() ->
     assert (len(library.taken), library.ends) == (MAX_ROWS, [SUMMARY])
 
 
-def test_steps_that_come_again_after_a_rewind_are_left_out(tmp_path: Path) -> None:
+def test_steps_after_a_rewind_come_once(tmp_path: Path) -> None:
     library = Slow()
     library.free.set()
     sink = ThreadedSink("mlflow", lambda: library, 60.0)
@@ -193,19 +191,6 @@ def test_steps_that_come_again_after_a_rewind_are_left_out(tmp_path: Path) -> No
     trained = [step for step, key in rows if key == "loss"]
     evaluated = [step for step, key in rows if key == "eval/sort/accuracy"]
     assert (trained, evaluated) == ([1, 2, 3, 4], [2, 3, 4])
-
-
-def test_steps_that_come_again_after_a_resume_are_once_in_tensorboard(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for steps, before in (((1, 2, 3), None), ((2, 3, 4), {"loss": 1.0})):
-        with RunLog(config("tensorboard"), tmp_path, before=before) as log:
-            for step in steps:
-                log.log(step, {"loss": float(step)})
-            log.finish("interrupted")
-        assert log.failures == 0, (tmp_path / "run.log").read_text()
-    found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert [one.step for one in found.Scalars("loss")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -16,13 +16,10 @@ def writer(tmp_path: Path) -> RecordWriter:
     return RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 24)
 
 
-def test_a_run_without_records_has_no_table_of_generations(tmp_path: Path) -> None:
-    assert SampleTables(tmp_path).generations(100) is None
-
-
 def test_generations_are_those_of_the_newest_recorded_step(
     tmp_path: Path, writer: RecordWriter
 ) -> None:
+    assert SampleTables(tmp_path).generations(100) is None  # without records
     for step in (3, 5, 9):
         writer.write(step, [record(f"p{step}/0", step=step)])
     found = SampleTables(tmp_path).generations(8)

@@ -2,59 +2,102 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from async_opd.tools.plan.setting import Lengths, mean_length
+from async_opd.tools.plan.setting import Lengths, Setting, mean_length
 from async_opd.tools.plan.sim.population import draw
 from async_opd.tools.plan.sim.simulation import simulate
 from tests.tools.plan.settings import LENGTH, PROMPT, rollouts, setting, teacher
 
 TOKENS = LENGTH + PROMPT
 ROLLOUTS_PER_S = 2 * 16 / (LENGTH * 0.01)
+TWO = tuple(teacher(name, 1, 8, 0.0, 1000.0, share) for name, share in (("a", 0.8), ("b", 0.2)))
+EVALUATED = {"evaluation_every": 1, "evaluation_s": 1e9}
+FORMS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "when rollouts are slowest every slot decodes all the time": ({}, ROLLOUTS_PER_S, 0.01),
+    "a step that grows with its requests has the length of a full one": (
+        {"rollout": rollouts(per_request=0.001)}, 2 * 16 / (LENGTH * 0.026), 0.01,
+    ),
+    "when the trainer is slowest it never waits": (
+        {"train_tokens_per_s": 1000.0}, 1000 / TOKENS, 0.01,
+    ),
+    "a snapshot is time of the trainer": (
+        {"train_tokens_per_s": 1000.0, "snapshot_s": 1.0}, 64 / (64 * TOKENS / 1000 + 1.0), 0.01,
+    ),
+    "when the teacher is slowest it never waits": (
+        {"teacher_tokens_per_s": 1000.0, "steps": 200}, 1000 / TOKENS, 0.01,
+    ),
+    "the overhead of a teacher is shared by full batches": (
+        {"teachers": (teacher("a", 1, 8, 0.5, 1e6),), "steps": 200},
+        8 / (0.5 + 8 * TOKENS / 1e6), 0.01,
+    ),
+    "the teacher with the larger share is the limit": (
+        {"teachers": TWO, "steps": 600}, 1000 / TOKENS / 0.8, 0.03,
+    ),
+    "the pause of a replica is lost to it": (
+        {"sync_s": 0.5, "steps": 200}, 64 / (64 / ROLLOUTS_PER_S + 0.5), 0.03,
+    ),
+    "also where syncs are rolling": (
+        {"sync_s": 0.5, "rolling": True, "steps": 200}, 64 / (64 / ROLLOUTS_PER_S + 0.5), 0.03,
+    ),
+    "rollouts share their engines with an evaluation": (
+        {"evaluation_every": 1, "evaluation_s": 1.0, "steps": 200},
+        64 / (64 / ROLLOUTS_PER_S + 1.0 - 16 / 18),  # 2 answers beside 16 rollouts, for a second
+        0.01,
+    ),
+    "a version that is due during an evaluation has none": (
+        {**EVALUATED, "steps": 200}, ROLLOUTS_PER_S * 16 / 18, 0.01,
+    ),
+    "answers in free slots cost the rollouts the longer steps only": (
+        {**EVALUATED, "rollout": rollouts(slots=32, in_flight=8, per_request=0.001)},
+        2 * 8 / (LENGTH * 0.019), 0.02,
+    ),
+    "turnaround leaves places empty": (
+        {"rollout": rollouts(turnaround_s=1.0)}, 2 * 16 / (LENGTH * 0.01 + 1.0), 0.02,
+    ),
+}  # fmt: skip
 
 
-def test_when_rollouts_are_slowest_every_slot_decodes_all_the_time() -> None:
-    found = simulate(setting(), endless=True)
-    assert found.samples_per_s == pytest.approx(ROLLOUTS_PER_S, rel=0.01)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_throughput_is_the_closed_form(form: str) -> None:
+    given, samples_per_s, within = FORMS[form]
+    found = simulate(setting(**given), endless=True)
+    assert found.samples_per_s == pytest.approx(samples_per_s, rel=within)
 
 
-def test_a_step_that_grows_with_its_requests_has_the_length_of_a_full_one() -> None:
-    pool = rollouts(per_request=0.001)
-    found = simulate(setting(rollout=pool), endless=True)
-    assert found.samples_per_s == pytest.approx(2 * 16 / (LENGTH * 0.026), rel=0.01)
+NOISY: dict[str, Any] = {"sigma": 1.0, "steps": 300, "replicas": 1, "slots": 4, "batch_size": 8}
+LATE: dict[str, Any] = {"sigma": 0.5, "steps": 200}
 
 
-def test_when_the_trainer_is_slowest_it_never_waits() -> None:
-    found = simulate(setting(train_tokens_per_s=1000.0), endless=True)
-    assert found.samples_per_s == pytest.approx(1000 / TOKENS, rel=0.01)
-
-
-def test_a_snapshot_is_time_of_the_trainer() -> None:
-    found = simulate(setting(train_tokens_per_s=1000.0, snapshot_s=1.0), endless=True)
-    version_s = 2 * 32 * TOKENS / 1000 + 1.0
-    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.01)
-
-
-def test_when_the_teacher_is_slowest_it_never_waits() -> None:
-    found = simulate(setting(teacher_tokens_per_s=1000.0, steps=200), endless=True)
-    assert found.samples_per_s == pytest.approx(1000 / TOKENS, rel=0.01)
-
-
-def test_the_overhead_of_a_teacher_is_shared_by_full_batches() -> None:
-    slow = teacher("a", 1, 8, 0.5, 1e6)
-    found = simulate(setting(teachers=(slow,), steps=200), endless=True)
-    assert found.samples_per_s == pytest.approx(8 / (0.5 + 8 * TOKENS / 1e6), rel=0.01)
-
-
-def test_the_teacher_with_the_larger_share_is_the_limit() -> None:
-    teachers = tuple(
-        teacher(name, 1, 8, 0.0, 1000.0, share) for name, share in (("a", 0.8), ("b", 0.2))
-    )
-    found = simulate(setting(teachers=teachers, steps=600), endless=True)
-    assert found.samples_per_s == pytest.approx(1000 / TOKENS / 0.8, rel=0.03)
+@pytest.mark.parametrize(
+    ("one", "other", "least", "most"),
+    [
+        (
+            setting(sigma=1.0, steps=200, sync_s=0.1),
+            setting(sigma=1.0, steps=200, sync_s=0.1, on_sync="finish"),
+            0.0,
+            0.9,
+        ),
+        (setting(**NOISY), setting(**NOISY, n=4), 0.9, 2.0),
+        (
+            setting(**LATE, rollout=rollouts(turnaround_s=0.1)),
+            setting(**LATE, rollout=rollouts(turnaround_s=0.1, in_flight=24)),
+            1.05,
+            2.0,
+        ),
+    ],
+    ids=[
+        "draining for a sync costs more than freezing",
+        "a group costs no slots while its longest rollout runs",
+        "requests that wait in the engine hide the turnaround",
+    ],
+)
+def test_one_setting_is_faster(one: Setting, other: Setting, least: float, most: float) -> None:
+    rates = [simulate(case, endless=True).samples_per_s for case in (one, other)]
+    assert least < rates[1] / rates[0] < most
 
 
 def test_on_policy_one_stage_works_after_the_other() -> None:
@@ -69,56 +112,6 @@ def test_on_policy_one_stage_works_after_the_other() -> None:
     rollout_s, score_s, train_s = LENGTH * 0.01, 32 * TOKENS / 2000, 32 * TOKENS / 1000
     found = simulate(synchronous)
     assert found.samples_per_s == pytest.approx(32 / (rollout_s + score_s + train_s + 0.75))
-
-
-@pytest.mark.parametrize("rolling", [False, True])
-def test_the_pause_of_a_replica_is_lost_to_it(rolling: bool) -> None:
-    found = simulate(setting(sync_s=0.5, rolling=rolling, steps=200), endless=True)
-    version_s = 64 / ROLLOUTS_PER_S + 0.5
-    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.03)
-
-
-def test_rollouts_share_their_engines_with_an_evaluation() -> None:
-    found = simulate(setting(evaluation_every=1, evaluation_s=1.0, steps=200), endless=True)
-    version_s = 64 / ROLLOUTS_PER_S + 1.0 - 16 / 18  # 2 answers beside 16 rollouts, for a second
-    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.01)
-
-
-def test_a_version_that_is_due_during_an_evaluation_has_none() -> None:
-    found = simulate(setting(evaluation_every=1, evaluation_s=1e9, steps=200), endless=True)
-    assert found.samples_per_s == pytest.approx(ROLLOUTS_PER_S * 16 / 18, rel=0.01)
-
-
-def test_answers_in_free_slots_cost_the_rollouts_the_longer_steps_only() -> None:
-    few = rollouts(slots=32, in_flight=8, per_request=0.001)
-    found = simulate(setting(rollout=few, evaluation_every=1, evaluation_s=1e9), endless=True)
-    assert found.samples_per_s == pytest.approx(2 * 8 / (LENGTH * 0.019), rel=0.02)
-
-
-def test_draining_for_a_sync_costs_more_than_freezing() -> None:
-    frozen = setting(sigma=1.0, steps=200, sync_s=0.1)
-    drained = replace(frozen, on_sync="finish")
-    rates = [simulate(case, endless=True).samples_per_s for case in (frozen, drained)]
-    assert rates[1] < 0.9 * rates[0]
-
-
-def test_a_group_costs_no_slots_while_its_longest_rollout_runs() -> None:
-    single = setting(replicas=1, slots=4, sigma=1.0, steps=300, batch_size=8)
-    grouped = replace(single, rollout=replace(single.rollout, n=4))
-    rates = [simulate(case, endless=True).samples_per_s for case in (single, grouped)]
-    assert rates[1] > 0.9 * rates[0]
-
-
-def test_requests_that_wait_in_the_engine_hide_the_turnaround() -> None:
-    plain = setting(rollout=rollouts(turnaround_s=0.1), sigma=0.5, steps=200)
-    more = replace(plain, rollout=replace(plain.rollout, in_flight=24))
-    rates = [simulate(case, endless=True).samples_per_s for case in (plain, more)]
-    assert rates[1] > 1.05 * rates[0]
-
-
-def test_turnaround_leaves_places_empty() -> None:
-    found = simulate(setting(rollout=rollouts(turnaround_s=1.0)), endless=True)
-    assert found.samples_per_s == pytest.approx(2 * 16 / (LENGTH * 0.01 + 1.0), rel=0.02)
 
 
 def test_the_wall_time_is_that_of_the_steps_and_of_what_is_around_them() -> None:

@@ -64,23 +64,6 @@ def test_the_quickstart_has_speeds(tmp_path: Path) -> None:
     assert document["advice"]["split"] == {"rollout": 1, "teachers": [1, 1], "ranks": 1}
 
 
-def test_the_table_says_how_busy_each_pool_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", write_config(tmp_path, SPEEDS), "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "teacher/a" in shown
-    assert "samples/s" in shown
-
-
-def test_the_picture_is_well_formed(tmp_path: Path) -> None:
-    document = planned(write_config(tmp_path, SPEEDS), tmp_path)
-    root = ElementTree.parse(document["chart"]).getroot()
-    assert root.tag.endswith("svg")
-    texts = {one.text for one in root.findall(".//{*}text")}
-    assert {"samples/s by staleness threshold", "samples/s by split of 3 GPUs"} <= texts
-
-
 def test_a_plan_without_the_extra_report_has_no_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,20 +91,13 @@ def test_no_more_servers_of_somebody_else_are_advised_than_there_are(tmp_path: P
     assert split["rollout"] + split["ranks"] <= 12
 
 
-def test_pools_that_take_turns_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_config(tmp_path, SPEEDS)
-    turns = "teachers.a.placement=colocated", "teachers.a.with=rollout"
-    said = refused(capsys, file, *turns)
-    assert "teachers.a.placement" in said
-    assert "time sharing of GPUs" in said
-
-
-def test_the_advised_threshold_keeps_nearly_all_of_the_throughput(tmp_path: Path) -> None:
-    advice = planned(write_config(tmp_path, SPEEDS), tmp_path)["advice"]
-    _, most = advice["by_threshold"][-1]
-    assert advice["prediction"]["samples_per_s"] > 0.93 * most
+def test_the_advised_threshold_keeps_the_throughput_and_is_drawn(tmp_path: Path) -> None:
+    document = planned(write_config(tmp_path, SPEEDS), tmp_path)
+    _, most = document["advice"]["by_threshold"][-1]
+    assert document["advice"]["prediction"]["samples_per_s"] > 0.93 * most
+    root = ElementTree.parse(document["chart"]).getroot()
+    texts = {one.text for one in root.findall(".//{*}text")}
+    assert {"samples/s by staleness threshold", "samples/s by split of 3 GPUs"} <= texts
 
 
 def test_flags_and_overrides_change_what_is_planned(tmp_path: Path) -> None:
@@ -132,57 +108,55 @@ def test_flags_and_overrides_change_what_is_planned(tmp_path: Path) -> None:
     assert slower["prediction"]["bottleneck"] == "train"
 
 
-def test_a_run_directory_gets_its_picture_beside_its_metrics(tmp_path: Path) -> None:
+def test_a_run_is_compared_with_what_it_measured_unless_overrides_change_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = write_run(tmp_path / "run")
     assert main(["plan", str(directory)]) == 0
+    shown = capsys.readouterr().out
+    assert "\nplan:\n  prompt_tokens: 20.0\n" in shown
+    assert "teacher/a" in shown
     assert (directory / "plan.svg").exists()
+    assert planned(str(directory), tmp_path)["measured"]["samples_per_s"] == 32.0
+    assert planned(str(directory), tmp_path, "rollout.replicas=2")["measured"] is None
 
 
-def test_a_run_is_compared_with_what_it_measured(tmp_path: Path) -> None:
-    directory = str(write_run(tmp_path / "run"))
-    assert planned(directory, tmp_path)["measured"]["samples_per_s"] == 32.0
+FAULTY = {
+    **SPEEDS,
+    "rollout": {"step_s": 0.0},
+    "teachers": {"b": {"tokens_per_s": 1e4, "share": 0.4}},
+}
+TURNS = ["teachers.a.placement=colocated", "teachers.a.with=rollout"]
 
 
-def test_with_overrides_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
-    directory = str(write_run(tmp_path / "run"))
-    assert planned(directory, tmp_path, "rollout.replicas=2")["measured"] is None
-
-
-def test_the_speeds_of_a_run_are_printed_as_a_section(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("plan", "arguments", "words"),
+    [
+        (None, [], ["plan: is missing"]),
+        (
+            FAULTY,
+            ["--gpus", "2"],
+            ["plan.teachers.a", "plan.teachers.b", "plan.rollout.step_s", "--gpus"],
+        ),
+        ({**SPEEDS, "train": {"tokens_per_s": 0}}, [], ["plan.train.tokens_per_s"]),
+        (
+            SPEEDS,
+            ["rollout.tensor_parallel=4", "--gpus", "5"],
+            ["found 5, expected at least 6: rollout 4, teacher a 1, train 1"],
+        ),
+        (SPEEDS, TURNS, ["teachers.a.placement", "time sharing of GPUs"]),
+    ],
+    ids=["no speeds", "all problems at once", "a speed of nothing", "too few GPUs", "turns"],
+)
+def test_what_cannot_be_planned_is_refused_with_the_reason(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    plan: dict[str, Any] | None,
+    arguments: list[str],
+    words: list[str],
 ) -> None:
-    assert main(["plan", str(write_run(tmp_path / "run"))]) == 0
-    assert "\nplan:\n  prompt_tokens: 20.0\n" in capsys.readouterr().out
-
-
-def test_a_config_without_speeds_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "plan: is missing" in refused(capsys, write_config(tmp_path, None))
-
-
-def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = {
-        **SPEEDS,
-        "rollout": {"step_s": 0.0},
-        "teachers": {"b": {"tokens_per_s": 1e4, "share": 0.4}},
-    }
-    said = refused(capsys, write_config(tmp_path, plan), "--gpus", "2")
-    for key in ("plan.teachers.a", "plan.teachers.b", "plan.rollout.step_s", "--gpus"):
-        assert key in said
-
-
-def test_a_speed_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = {**SPEEDS, "train": {"tokens_per_s": 0}}
-    assert "plan.train.tokens_per_s" in refused(capsys, write_config(tmp_path, plan))
-
-
-def test_too_few_gpus_are_refused_with_the_arithmetic(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_config(tmp_path, SPEEDS)
-    said = refused(capsys, file, "rollout.tensor_parallel=4", "--gpus", "5")
-    assert "found 5, expected at least 6: rollout 4, teacher a 1, train 1" in said
+    said = refused(capsys, write_config(tmp_path, plan), *arguments)
+    assert [one for one in words if one not in said] == []
 
 
 def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

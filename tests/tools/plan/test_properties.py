@@ -139,16 +139,16 @@ def test_the_same_seed_predicts_the_same(case: Setting, seed: int) -> None:
     assert simulate(case, seed=seed) == simulate(case, seed=seed)
 
 
+def test_other_seeds_draw_other_lengths() -> None:
+    assert simulate(setting(sigma=1.0), seed=1) != simulate(setting(sigma=1.0), seed=2)
+
+
 @examples(60)
 @given(case=cases())
 def test_shares_of_time_are_shares(case: Setting) -> None:
     for pool in simulate(case).pools:
         assert -1e-6 <= pool.busy <= 1 + 1e-6
         assert all(-1e-6 <= share <= 1 + 1e-6 for share in pool.waits.values())
-
-
-def test_other_seeds_draw_other_lengths() -> None:
-    assert simulate(setting(sigma=1.0), seed=1) != simulate(setting(sigma=1.0), seed=2)
 
 
 def test_a_larger_threshold_costs_no_throughput() -> None:

@@ -34,6 +34,7 @@ from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from benchmarks.simulated.replicas import SimulatedStudent, SimulatedTeacher
 from rollouter.stage import RollouterStage
 from teachers.stage import ScorerStage
+from tests.world.log import FakeLog
 from trainer.batcher import Batcher
 from trainer.batches.batch_metrics import batch_metrics
 
@@ -221,20 +222,6 @@ class AtOnce:
         return work()
 
 
-@dataclass
-class Log:
-    """Keeps nothing."""
-
-    lines: list[Any] = field(default_factory=list)
-    last: dict[str, float] = field(default_factory=dict)
-
-    def log(self, step: int, metrics: Any) -> None: ...
-    def summarize(self, metrics: Any) -> None: ...
-    def waits(self, waits: Any) -> None: ...
-    def busy(self, pools: Any) -> None: ...
-    def message(self, text: str, level: str = "info") -> None: ...
-
-
 @dataclass(frozen=True)
 class Seen:
     """What the pipeline did after the warm-up."""
@@ -283,7 +270,7 @@ def config_of(setting: Setting, changes: Mapping[str, Any]) -> RunConfig:
 
 async def run_pipeline(setting: Setting, run: int = 0) -> Seen:
     """The setting on the real pipeline; ``run`` draws other lengths."""
-    log: Any = Log()
+    log: Any = FakeLog()
     clock = asyncio.get_running_loop().time
     trainer, pipeline = build(config_of(setting, {}), setting, run, clock, log)
     await pipeline.run()

@@ -21,7 +21,6 @@ from async_opd.files.kept_steps import KEPT, kept_name
 from tests.checkpoint.test_store import cut
 from tests.tools.replay import kept
 from tests.trainer.models import tiny_model
-from trainer.build import build_learner
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
@@ -51,7 +50,7 @@ def config(tmp_path: Path) -> RunConfig:
     return made
 
 
-def test_a_file_has_the_samples_the_headers_and_the_results_of_a_step(
+def test_a_file_has_samples_headers_and_results_of_a_step(
     config: RunConfig, tmp_path: Path
 ) -> None:
     metrics = kept.train(config, tiny_learner(config), range(1, 6))
@@ -83,7 +82,7 @@ def test_steps_before_the_oldest_checkpoint_are_removed_with_the_one_before_it(
     assert steps_in(tmp_path / KEPT) == [17, 18, 19]
 
 
-def test_steps_after_the_checkpoint_that_a_run_goes_on_from_are_removed(
+def test_steps_after_the_checkpoint_of_a_resume_are_removed(
     config: RunConfig, tmp_path: Path
 ) -> None:
     kept.train(config, tiny_learner(config), range(1, 12))
@@ -184,10 +183,3 @@ def test_a_disk_slower_than_training_loses_steps_that_are_counted_and_holds_up_n
     learner.train_batch(kept.batch(config, 5))
     learner.compared("flush_records")
     assert steps_in(tmp_path / KEPT) == [1, 2, 5]
-
-
-def test_a_run_without_log_replay_keeps_nothing(tmp_path: Path) -> None:
-    config = kept.config_of(tmp_path, "log.replay=false")
-    metrics = kept.train(config, build_learner(config, "cpu"), range(1, 2))
-    assert not any(key.startswith("replay/") for key in metrics[0])
-    assert not (tmp_path / KEPT).exists()

@@ -119,9 +119,7 @@ def found(folder: Path) -> dict[str, list[Recomputed]]:
     return ranks(kept.config_of(folder, "train.ranks=2"), folder)
 
 
-def test_two_ranks_compute_their_steps_again_bit_by_bit(
-    found: dict[str, list[Recomputed]], folder: Path
-) -> None:
+def test_two_ranks_replay_bit_by_bit(found: dict[str, list[Recomputed]], folder: Path) -> None:
     assert [one.weights for one in found["equal"]] == [()] * len(STEPS)
     assert [one.quantities for one in found["equal"]] == [
         read_kept(folder / KEPT / kept_name(step, 1, 2)).record.result.quantities for step in STEPS

@@ -109,9 +109,7 @@ def test_the_policy_stops_a_script_and_a_request_that_are_put_into_the_page(
         assert sum("Content Security Policy" in line for line in said) >= 2
 
 
-def test_the_keyboard_reaches_links_numbers_and_tables(
-    browser: Any, pages: dict[str, Path]
-) -> None:
+def test_the_keyboard_reaches_links_and_tables(browser: Any, pages: dict[str, Path]) -> None:
     with opened(browser, pages["report"], 1280, "light") as (page, _):
         wanted = page.locator("nav a").count() + page.locator("summary").count()
         reached = set()

@@ -28,43 +28,48 @@ def split(setting: Setting) -> tuple[int, int, int, int]:
     return setting.rollout.replicas, a.replicas, b.replicas, setting.ranks
 
 
-def test_a_replica_of_each_starved_pool_moves_to_the_one_that_limits() -> None:
-    found = changes(ONE, limited("train", "rollout", "teacher/a"))
-    assert [(words, split(one)) for words, one in found] == [
-        ("1 of 3 GPUs of rollout moved to the trainer", (2, 2, 2, 2)),
-        ("1 of 2 GPUs of teacher a moved to the trainer", (3, 1, 2, 2)),
-        ("1 more GPU for the trainer", (3, 2, 2, 2)),
-    ]
+A, B = ONE.teachers
+WIDE = replace(ONE, teachers=(replace(A, gpus=2), B))
+OUTSIDE = replace(ONE, teachers=(replace(A, gpus=0), B))
 
 
-def test_a_pool_of_one_replica_gives_none_away() -> None:
-    found = changes(ONE, limited("rollout", "train"))
-    assert [(words, split(one)) for words, one in found] == [
-        ("1 more GPU for rollout", (4, 2, 2, 1))
-    ]
+@pytest.mark.parametrize(
+    ("setting", "verdict", "found"),
+    [
+        (
+            ONE,
+            limited("train", "rollout", "teacher/a"),
+            [
+                ("1 of 3 GPUs of rollout moved to the trainer", (2, 2, 2, 2)),
+                ("1 of 2 GPUs of teacher a moved to the trainer", (3, 1, 2, 2)),
+                ("1 more GPU for the trainer", (3, 2, 2, 2)),
+            ],
+        ),
+        (ONE, limited("rollout", "train"), [("1 more GPU for rollout", (4, 2, 2, 1))]),
+        (
+            WIDE,
+            limited("teacher/a", "rollout"),
+            [
+                ("2 of 3 GPUs of rollout moved to teacher a", (1, 3, 2, 1)),
+                ("2 more GPUs for teacher a", (3, 3, 2, 1)),
+            ],
+        ),
+        (OUTSIDE, limited("teacher/a", "rollout"), []),
+    ],
+    ids=["one of each starved pool", "the only replica stays", "two GPUs", "an external teacher"],
+)
+def test_replicas_of_starved_pools_move_to_the_one_that_limits(
+    setting: Setting, verdict: Verdict, found: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    assert [(words, split(one)) for words, one in changes(setting, verdict)] == found
 
 
-def test_a_replica_of_two_gpus_takes_two_of_the_donor() -> None:
-    wide = replace(ONE, teachers=(replace(ONE.teachers[0], gpus=2), ONE.teachers[1]))
-    (words, one), _ = changes(wide, limited("teacher/a", "rollout"))
-    assert (words, split(one)) == ("2 of 3 GPUs of rollout moved to teacher a", (1, 3, 2, 1))
-
-
-def test_an_external_teacher_gets_no_gpus() -> None:
-    outside = replace(ONE, teachers=(replace(ONE.teachers[0], gpus=0), ONE.teachers[1]))
-    assert changes(outside, limited("teacher/a", "rollout")) == []
-
-
-def test_a_run_without_speeds_says_why_there_is_no_prediction(tmp_path: Path) -> None:
-    run = read_recorded_run(write_run(tmp_path / "run", without="train/compute_s"))
-    assert forecast(run, judge(run)) == (
-        "There is no prediction: train/compute_s was not measured."
-    )
-
-
-def test_a_gain_that_would_be_shown_as_none_is_no_forecast(
+def test_without_speeds_or_a_gain_to_show_there_is_no_forecast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    bare = read_recorded_run(write_run(tmp_path / "bare", without="train/compute_s"))
+    said = forecast(bare, judge(bare))
+    assert said == "There is no prediction: train/compute_s was not measured."
     rates = iter([100.0, 100.4, 100.4, 100.4])
     monkeypatch.setattr(
         "async_opd.tools.report.forecast.steady_state",

@@ -30,7 +30,7 @@ from async_opd.tools.report.verdict import judge
 from tests.tools.plan.runs import CONFIG, write_run
 from tests.tools.report.pages import HOSTILE, write_full_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_bundle")]
 
 pytest.importorskip("vl_convert", reason="the extra report is not installed")
 MOST = 3_000_000
@@ -58,32 +58,24 @@ def html(run: RecordedRun) -> str:
     return report(run, judge(run), "With one more GPU, the plan predicts +20 % samples/s.")
 
 
-def test_the_page_has_every_section(html: str) -> None:
-    for text in (
-        "the trainer limits",
-        "the plan predicts +20 %",
-        "Accuracy by source",
-        "Gap to each teacher",
-        "Several answers to each prompt",
-        "Staleness of trained samples",
-        "Rollout: computing and waiting",
-        "The life of a sample",
-        "is rebuilt",
-        "3 dead letters",
-        "commit 8d1f3a0c",
-        "tokens_per_micro_batch",
-    ):
-        assert text in html, text
-
-
 def test_the_page_is_one_file_below_three_megabytes(html: str) -> None:
     assert len(html.encode()) < MOST
+    sections = (
+        *("the trainer limits", "the plan predicts +20 %", "Accuracy by source"),
+        *("Gap to each teacher", "Several answers to each prompt", "Staleness of trained samples"),
+        *("Rollout: computing and waiting", "The life of a sample", "is rebuilt"),
+        *("3 dead letters", "commit 8d1f3a0c", "tokens_per_micro_batch"),
+    )
+    assert [text for text in sections if text not in html] == []
     tags = Tags(html).found
     from_outside = {"srcset", "data", "poster"}
     assert [a for _, a in tags if from_outside & a.keys()] == []
     assert all((a["src"] or "").startswith("data:image/") for _, a in tags if "src" in a)
     assert all(a["href"].startswith("#") for _, a in tags if a.get("href"))  # type: ignore[union-attr]
     assert not [tag for tag, _ in tags if tag in ("link", "iframe", "object", "base")]
+    assert HOSTILE not in html  # a script in a text of the run is text
+    assert html.count("<script") == 4  # data of charts and tokens, the bundle, the page's own
+    assert "onerror=" not in "".join(f"{t} {sorted(a)}" for t, a in tags)
 
 
 def test_the_policy_forbids_the_network_and_every_script_but_its_own(html: str) -> None:
@@ -94,34 +86,15 @@ def test_the_policy_forbids_the_network_and_every_script_but_its_own(html: str) 
     assert "'unsafe-inline'" not in policy.split("style-src")[0]
 
 
-def test_a_script_in_a_text_of_the_run_is_text(html: str) -> None:
-    assert HOSTILE not in html
-    assert html.count("<script") == 4  # data of charts and tokens, the bundle, the page's own
-    assert "onerror=" not in "".join(f"{t} {sorted(a)}" for t, a in Tags(html).found)
-
-
-def test_every_chart_has_its_numbers_as_a_table(html: str) -> None:
+def test_every_chart_is_valid_vega_lite_and_has_its_numbers_as_a_table(html: str) -> None:
     found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html)
     assert found is not None
     charts = json.loads(found[1])
     assert len(charts) >= 9
     assert html.count("<figure") == html.count("<summary>Numbers") == len(charts)
-
-
-def test_the_specifications_are_valid_vega_lite(html: str) -> None:
     altair = pytest.importorskip("altair")
-    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html)
-    assert found is not None
-    for spec in json.loads(found[1]).values():
+    for spec in charts.values():
         altair.Chart.from_dict({"width": "container", "height": 210, **spec})
-
-
-def test_a_running_run_of_no_steps_has_a_report(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=0)
-    for name in ("summary.json", "metrics.jsonl"):
-        (folder / name).unlink()
-    run = read_recorded_run(folder)
-    assert "too few steps" in report(run, judge(run), "")
 
 
 def test_a_run_that_was_evaluated_before_training_only_has_its_accuracy(tmp_path: Path) -> None:
@@ -131,6 +104,10 @@ def test_a_run_that_was_evaluated_before_training_only_has_its_accuracy(tmp_path
         file.write(json.dumps(row) + "\n")
     run = read_recorded_run(folder)
     assert "12.5%" in report(run, judge(run), "")
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    run = read_recorded_run(folder)
+    assert "too few steps" in report(run, judge(run), "")
 
 
 def test_accuracies_have_the_standard_errors_of_their_means(run: RecordedRun) -> None:
@@ -201,21 +178,15 @@ def test_losses_by_source_and_by_teacher_are_one_chart_where_they_are_the_same(
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 3)])
-def test_gpus_are_counted_on_the_device_that_the_run_found(
-    device: str, gpus: int, tmp_path: Path
-) -> None:
+def test_gpus_are_counted_on_the_runs_device(device: str, gpus: int, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     (folder / "origin.json").unlink(missing_ok=True)
     add_origin(folder, ["run", "c.yaml"], device=device)
     run = read_recorded_run(folder)
     assert run.config.cluster.device == "auto"
     assert facts_of(run).gpus == gpus
-
-
-def test_a_million_tokens_cost_the_gpu_hours_that_they_took() -> None:
     facts = Facts(10, 7200.0, 100, 4e6, 1.0, 0.0, gpus=8, dead_letters=0)
-    assert facts.gpu_hours == 16
-    assert facts.cost_of_million(2.5) == 2.5 * 16 / 4
+    assert (facts.gpu_hours, facts.cost_of_million(2.5)) == (16, 2.5 * 16 / 4)
     assert facts.cost_of_million(None) is None
 
 
@@ -235,12 +206,6 @@ def test_the_mean_staleness_is_drawn_over_the_largest(run: RecordedRun) -> None:
     assert chart.spec["layer"][-1]["encoding"]["strokeDash"]["field"] == "s"
     names = dict.fromkeys(one["s"] for one in chart.spec["data"]["values"])
     assert list(names) == ["largest", "mean"]  # the later line is dashed, and drawn on top
-
-
-def test_a_short_run_has_the_evidence_that_there_is(tmp_path: Path) -> None:
-    verdict = judge(read_recorded_run(write_run(tmp_path / "run", steps=7)))
-    assert verdict.kind == "unknown"
-    assert any(line.startswith("rollout computes") for line in verdict.evidence)
 
 
 def test_a_run_that_logs_warnings_only_does_not_claim_to_know_its_restarts(tmp_path: Path) -> None:
@@ -269,6 +234,9 @@ def test_the_command_writes_the_report_and_says_the_verdict(
 ) -> None:
     out = tmp_path / "r.html"
     price = "report.gpu_hour_price=2"
+    with pytest.raises(ConfigError, match="gpu_hour_price"):
+        load_config(run.folder / "config.yaml", ["report.gpu_hour_price=-1"])
+    assert main(["report", str(tmp_path)]) == 2
     assert main(["report", str(run.folder), price, "--out", str(out), "--no-plan"]) == 0
     assert "the trainer limits" in capsys.readouterr().out
     assert "cost per million tokens" in out.read_text(encoding="utf-8")
@@ -306,10 +274,6 @@ def test_a_report_of_an_older_run_names_what_it_cannot_read(
     assert "older: unknown key (value 1)" in capsys.readouterr().err
 
 
-def test_a_directory_that_is_no_run_is_bad_input(tmp_path: Path) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-
-
 def test_runs_are_compared_by_their_figures_and_differing_keys(
     run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,9 +291,6 @@ def test_runs_are_compared_by_their_figures_and_differing_keys(
     assert keys.pop("async.sync_steps") == ["2", "3"]
     assert list(keys) == ["data.train"]  # a path in its own folder
     assert labels(pair) == ["full", "other"]
-
-
-def test_the_same_run_twice_differs_in_no_key(run: RecordedRun) -> None:
     assert differing_keys([run, run]) == []
     assert len(set(labels([run, run]))) == 2
 
@@ -346,16 +307,8 @@ def test_each_start_of_a_run_is_added_to_its_origins(tmp_path: Path) -> None:
         "async_opd run c.yaml --resume",
     )
     assert first.versions["python"]
-
-
-def test_an_origin_that_was_changed_is_none(tmp_path: Path) -> None:
     (tmp_path / "origin.json").write_text('[{"command": 7}]')
     assert read_origins(tmp_path) == []
-
-
-def test_a_negative_price_is_refused(run: RecordedRun) -> None:
-    with pytest.raises(ConfigError, match="gpu_hour_price"):
-        load_config(run.folder / "config.yaml", ["report.gpu_hour_price=-1"])
 
 
 def test_a_config_does_not_say_of_which_variables_the_values_are_hidden(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -33,6 +32,11 @@ def test_a_finished_run_has_its_config_steps_evaluations_and_summary(folder: Pat
     assert (run.status, run.config.train.steps) == ("completed", 60)
     assert run.series("eval/seconds") == [(30, 2.5)]
     assert run.pools == ("rollout", "teacher/a", "train")
+    assert run.left_out == ()
+    for name in ("metrics.jsonl", "summary.json"):
+        (folder / name).unlink()
+    begun = read_recorded_run(folder)
+    assert (begun.rows, begun.messages, begun.status) == ((), (), "running or killed")
 
 
 @given(kept=st.integers(0, 400))
@@ -49,23 +53,13 @@ def test_a_file_that_is_cut_anywhere_has_the_rows_before_the_cut(
     )
 
 
-def test_a_line_that_was_torn_where_the_run_was_continued_is_left_out(folder: Path) -> None:
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 61, "time\n{"step": 62, "time": 2000.0, "perf/step_s": 1.0}\n')
-    assert [row.step for row in read_recorded_run(folder).steps][-2:] == [60, 62]
-
-
-def test_a_metric_that_was_not_finite_is_missing(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "a/b": null, "a/c": NaN}\n')
-    (row,) = read_recorded_run(folder).rows
-    assert row.values == {}
-
-
-def test_a_run_that_has_just_begun_has_no_rows_and_no_summary(folder: Path) -> None:
-    for name in ("metrics.jsonl", "summary.json"):
-        (folder / name).unlink()
-    run = read_recorded_run(folder)
-    assert (run.rows, run.messages, run.status) == ((), (), "running or killed")
+def test_a_metric_that_is_not_finite_and_a_torn_line_are_left_out(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 1.0, "a/b": null, "a/c": NaN}\n'
+        '{"step": 2, "time\n{"step": 3, "time": 2000.0, "perf/step_s": 1.0}\n'
+    )
+    first, second = read_recorded_run(folder).rows
+    assert (first.values, second.step) == ({}, 3)
 
 
 def test_messages_keep_the_lines_that_are_indented_below_them(folder: Path) -> None:
@@ -120,10 +114,8 @@ def test_a_run_of_an_older_version_is_read_without_the_keys_that_are_no_more(fol
     assert {one.key for one in run.left_out} == {"older", "sync.on_stale", "sync.rolling"}
     assert (run.config.sync.rolling, run.config.sync.timeout_s) == (False, 7.0)
     assert (len(run.steps), run.config.report.gpu_hour_price) == (60, 2.0)
-
-
-def test_a_run_of_this_version_has_no_key_that_is_left_out(folder: Path) -> None:
-    assert read_recorded_run(folder).left_out == ()
+    with pytest.raises(ConfigError, match="no_such_key"):
+        read_recorded_run(folder, ["report.no_such_key=2"])
 
 
 @pytest.mark.parametrize("sections", ["name: [\n", "eval: {n: 4}\n", "queue: {max_samples: 1}\n"])
@@ -132,22 +124,9 @@ def test_what_cannot_be_left_out_alone_is_refused(folder: Path, sections: str) -
         read_recorded_run(old(folder, sections))
 
 
-def test_an_override_that_is_wrong_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no_such_key"):
-        read_recorded_run(old(folder, "older: 1\n"), ["report.no_such_key=2"])
-
-
-def _without_format(folder: Path) -> None:
-    (folder / FORMAT_FILE).unlink()
-
-
-def _without_config(folder: Path) -> None:
-    (folder / "config.yaml").unlink()
-
-
-@pytest.mark.parametrize("harm", [_without_format, _without_config])
-def test_a_directory_that_is_no_run_is_refused(folder: Path, harm: Callable[[Path], None]) -> None:
-    harm(folder)
+@pytest.mark.parametrize("name", [FORMAT_FILE, "config.yaml"])
+def test_a_directory_that_is_not_a_run_is_refused(folder: Path, name: str) -> None:
+    (folder / name).unlink()
     with pytest.raises(ConfigError):
         read_recorded_run(folder)
 

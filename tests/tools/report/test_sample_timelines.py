@@ -87,11 +87,20 @@ def test_the_parts_of_a_life_are_those_between_its_moments(tmp_path: Path) -> No
         ("is trained", 0.5),
     ]
     assert life.whole == 13_500_000
+    assert list(read_timelines(tmp_path / "none" / TRACE)) == []
+    assert list(sample_timelines([])) == []
 
 
-def test_a_pause_of_its_replica_is_cut_out_of_the_time_in_which_a_sample_is_sampled(
-    tmp_path: Path,
-) -> None:
+def test_without_a_grader_there_is_no_grading_and_a_life_may_begin_anew(tmp_path: Path) -> None:
+    admission, rest = reports(UIDS[0], tuple(moment + 20 for moment in MOMENTS))
+    rest["rollout"] = [found for found in rest["rollout"] if found.what != "grade"]
+    (life,) = read_timelines(write(tmp_path, reports(UIDS[0])[0], admission, rest))
+    assert life.whole == 13_500_000
+    assert ("is graded", 1.0) not in seconds(life)
+    assert ("in a teacher's queue", 2.5) in seconds(life)
+
+
+def test_a_pause_of_its_replica_is_cut_out_of_a_samples_sampling(tmp_path: Path) -> None:
     pauses = [(0.0, 1.0), (1.5, 2.5), (4.0, 5.0), (6.5, 8.0), (20.0, 21.0)]
     syncs = [one("sync", start, end, "student/0 sync") for start, end in pauses]
     other = one("sync", 3.0, 4.0, "student/1 sync")
@@ -146,26 +155,6 @@ def test_a_life_without_one_of_its_moments_is_left_out(lost: str, tmp_path: Path
     assert [life.uid for life in read_timelines(write(tmp_path, *written))] == [UIDS[1]]
 
 
-def test_the_life_of_a_sample_without_a_grader_has_no_grading(tmp_path: Path) -> None:
-    admission, rest = reports(UIDS[0])
-    rest["rollout"] = [found for found in rest["rollout"] if found.what != "grade"]
-    (life,) = read_timelines(write(tmp_path, admission, rest))
-    assert ("is graded", 1.0) not in seconds(life)
-    assert ("in a teacher's queue", 2.5) in seconds(life)
-
-
-def test_a_sample_that_is_sampled_again_begins_its_life_again(tmp_path: Path) -> None:
-    again = reports(UIDS[0], tuple(moment + 20 for moment in MOMENTS))
-    written = [reports(UIDS[0])[0], *again]
-    (life,) = read_timelines(write(tmp_path, *written))
-    assert life.whole == 13_500_000
-
-
-def test_a_run_without_a_trace_has_no_lives(tmp_path: Path) -> None:
-    assert list(read_timelines(tmp_path / TRACE)) == []
-    assert list(sample_timelines([])) == []
-
-
 def test_a_damaged_event_costs_one_life_and_no_other(tmp_path: Path) -> None:
     path = write(tmp_path, *reports(UIDS[0]), *reports(UIDS[1]), *reports(UIDS[2]))
     lines = path.read_text().split("\n")
@@ -204,9 +193,7 @@ def test_the_mean_shares_of_all_parts_add_up_to_one() -> None:
         (41, ["fastest", "median", "third slowest", "second slowest", "slowest"]),
     ],
 )
-def test_the_single_samples_are_the_fastest_the_median_and_the_slowest(
-    count: int, named: list[str]
-) -> None:
+def test_single_samples_are_fastest_median_and_slowest(count: int, named: list[str]) -> None:
     _, single = charts(count)
     assert list(dict.fromkeys(row[0] for row in single.rows)) == named
     assert single.rows[-1][1] == str(count - 1)
@@ -219,9 +206,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     return read_recorded_run(record(folder, one, grader=(3.0, 2)))
 
 
-def test_the_real_pipeline_leaves_whole_lives_of_the_samples_that_it_trains(
-    run: RecordedRun,
-) -> None:
+def test_the_real_pipeline_leaves_whole_lives_of_trained_samples(run: RecordedRun) -> None:
     trained = {uid for uid in run.audit().trained if is_traced(uid)}
     assert len(trained) >= 3
     assert {life.uid for life in run.timelines} == trained

@@ -51,16 +51,13 @@ async def test_samples_of_the_same_image_fetch_it_once() -> None:
     assert sorted(queue.asked) == sorted(data.encoded)
 
 
-async def test_the_cache_is_as_large_as_the_config_says() -> None:
+async def test_the_cache_is_as_large_as_the_config_says_and_none_without_images() -> None:
     data = seen("llava", [0])
     queue: Any = Images(data)
-    cache = cache_of(lambda: queue, SimpleNamespace(cache_bytes=1, fetch_s=5.0))  # type: ignore[arg-type]
+    cache = cache_of(lambda: queue, SimpleNamespace(cache_bytes=1, fetch_s=5.0))
     for _ in range(2):
         await shown_by(data.samples, cache)
     assert len(queue.asked) == 2
-
-
-def test_a_student_that_reads_text_only_has_no_cache() -> None:
     queue: Any = None
     assert cache_of(lambda: queue, None) is None
 

@@ -11,13 +11,7 @@ import torch
 
 from async_opd.core.samples import Sample
 from async_opd.core.scores import SampledLogprobs
-from tests.trainer.vision.seeing import (
-    exact_logits,
-    exact_model,
-    processor_of,
-    rank_of,
-    student_of,
-)
+from tests.trainer.vision.seeing import exact_logits, exact_model, processor_of, rank_of, student_of
 from tests.vision_models import FAMILIES, SIZE
 from trainer.rank import Rank
 from trainer.student.reference import BEHIND, packed, picture, rows_to_hold
@@ -39,11 +33,8 @@ def rows_of(rank: Rank) -> Any:
     return rows_to_hold(SIZE, LONGEST, rank.sight)
 
 
-def test_the_last_row_has_an_image_and_the_others_have_none(rank: Rank) -> None:
+def test_the_last_row_alone_has_an_image_and_a_token_for_it(rank: Rank, family: str) -> None:
     assert [len(row.media) for row in rows_of(rank)] == [0, 0, 0, 0, 0, 1]
-
-
-def test_no_token_of_text_stands_for_an_image(rank: Rank, family: str) -> None:
     processor, rows = processor_of(family), rows_of(rank)
     counts = [int(np.isin(row.ids, processor.unsampled_ids).sum()) for row in rows]
     assert counts == [0, 0, 0, 0, 0, 1]
@@ -78,10 +69,7 @@ def test_rows_are_of_text_where_the_image_has_no_room(rank: Rank) -> None:
     assert not any(row.media for row in rows_to_hold(SIZE, 20, rank.sight))
 
 
-def test_the_image_is_the_same_each_time() -> None:
+def test_the_image_is_the_same_each_time_and_other_rows_are_packed_as_text(rank: Rank) -> None:
     assert picture() == picture()
-
-
-def test_rows_without_an_image_are_packed_as_text(rank: Rank) -> None:
     rows = [replace(row) for row in rows_of(rank)[:2]]
     assert packed(rows, rank.sight).images is None

@@ -82,9 +82,7 @@ def held_logprobs(rank: Rank) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_without_an_image_stay_in_step_with_those_that_have_one(
-    family: str, ranks: int, tmp_path: Path
-) -> None:
+def test_ranks_without_an_image_stay_in_step(family: str, ranks: int, tmp_path: Path) -> None:
     micro_batches(family), student_of(family)  # files that both processes read
     of_all = spread(ranks, partial(of_rank, family, ranks), tmp_path)
     for index, case in enumerate(CASES.values()):
