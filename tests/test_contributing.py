@@ -134,6 +134,21 @@ for tail in ("bucket", "ignore", "renormalize"):
 
 
 @pytest.mark.slow
+def test_the_loss_refuses_a_floor_that_it_would_not_use(changed: Path) -> None:
+    runs(
+        changed,
+        """
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from async_opd.config.sections.loss import Divergence
+
+with pytest.raises(ValidationError, match="total_variation needs no teacher_floor"):
+    TypeAdapter(Divergence).validate_python({"kind": "total_variation", "teacher_floor": -10.0})
+""",
+    )
+
+
+@pytest.mark.slow
 def test_the_metric_is_in_the_report_of_a_step(changed: Path) -> None:
     runs(
         changed,

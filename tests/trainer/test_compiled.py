@@ -13,9 +13,8 @@ from trainer.losses import chunked, compiled
 from trainer.losses.base import Tokens
 from trainer.losses.chunked import chunked_loss
 from trainer.losses.compiled import ObjectiveRun
-from trainer.losses.forward_kl import ForwardKL
+from trainer.losses.kl import ForwardKL, ReverseKL
 from trainer.losses.objective import Objective
-from trainer.losses.reverse_kl import ReverseKL
 from trainer.losses.terms import OnVocabulary
 from trainer.notes import drain_notes
 

@@ -131,7 +131,7 @@ NEEDS_NONE = [
 
 
 @pytest.mark.parametrize("values", NEEDS_NONE)
-def test_a_floor_is_refused_where_an_excluded_token_adds_nothing(values: dict[str, Any]) -> None:
+def test_a_floor_is_refused_where_the_loss_is_finite_without_one(values: dict[str, Any]) -> None:
     """And one above certainty everywhere."""
     with pytest.raises(ValidationError, match="needs no teacher_floor"):
         config(floor=-10.0, **values)

@@ -1,6 +1,6 @@
 """Objectives: losses of response tokens, in nats, with their gradients.
 
-Each divergence has a file; the estimators of sampled tokens share one.
+The KL divergences share a file, and so do the estimators of sampled tokens.
 
 ``q`` is the student under its current weights, at temperature 1, ``p`` the teacher, at the
 temperature ``teachers.<name>.temperature``. Responses were sampled from the student, perhaps under
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 from trainer.losses.base import DivergenceFunction, user_divergence
 from trainer.losses.estimators import K1, SampledEstimator
-from trainer.losses.forward_kl import ForwardKL
-from trainer.losses.jsd import MixedKL, jsd
+from trainer.losses.jsd import jsd
+from trainer.losses.kl import ForwardKL, MixedKL, ReverseKL
 from trainer.losses.objective import Objective
-from trainer.losses.reverse_kl import ReverseKL
 from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import MetricsOnly, OnTopK, OnVocabulary, Sampled, Term
 

@@ -76,7 +76,7 @@ Bounded = TypeVar("Bounded", bound=ObjectiveConfig)
 def _without_floor(loss: Bounded, name: str) -> Bounded:
     if loss.teacher_floor is not None:
         raise ValueError(
-            f"{name} needs no teacher_floor: tokens that the teacher excludes add nothing to it; "
+            f"{name} needs no teacher_floor: it is finite where the teacher excludes a token; "
             "remove teacher_floor"
         )
     return loss

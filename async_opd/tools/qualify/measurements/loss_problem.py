@@ -8,7 +8,7 @@ import torch
 
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.losses.chunked import chunked_loss
-from trainer.losses.forward_kl import ForwardKL
+from trainer.losses.kl import ForwardKL
 from trainer.losses.objective import Objective
 from trainer.losses.terms import OnTopK, OnVocabulary
 

@@ -13,7 +13,7 @@ from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import TopK
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models import torchvision_operators
-from trainer.losses.forward_kl import ForwardKL
+from trainer.losses.kl import ForwardKL
 from trainer.losses.objective import Objective
 from trainer.losses.terms import OnTopK
 from trainer.rank import Rank
