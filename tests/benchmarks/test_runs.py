@@ -56,6 +56,7 @@ CASES = {
     "freshness": Case(
         "{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16 fp8_per_channel", "engines"
     ),
+    "half_version": Case(),
     "hand_out": Case("--tokens 64 --batch 4 --steps 1 --ranks 2", "engines"),
     "house": Case(),
     "lives": Case("--minutes 0.02"),
