@@ -155,8 +155,9 @@ class FreshnessWorker(AdapterWorker):
         digests = Digests(torch)
         for name, parameter in self.model_runner.get_model().named_parameters():
             if parameter.numel():
-                by_columns = parameter.ndim == 2 and not parameter.is_contiguous()
-                digests.add(name, parameter.t() if by_columns else parameter)
+                rows = parameter.t() if parameter.ndim == 2 else parameter
+                by_columns = rows.is_contiguous() and not parameter.is_contiguous()
+                digests.add(name, rows if by_columns else parameter)
         return digests.values() | self._packed.values()
 
     def _record_packing(self, model: Any) -> None:

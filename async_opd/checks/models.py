@@ -66,12 +66,14 @@ def unproved(config: RunConfig, student: ModelFiles | None) -> str:
     name, lora = config.rollout.engine.quantization, config.train.lora
     if student is not None and ModelSize.of(student.config, ()).experts:
         return "rounded experts of a mixture are not compared"
+    if config.sync.fake_quantization is not None and lora is not None:
+        return "the trainer does not compute held rows with adapters and rounded matrices"
     if quantization(config, student) == "sync.fake_quantization":
-        fault = "the trainer does not compute held rows with adapters and rounded matrices"
-        return "" if lora is None else fault
+        return ""
     if name is None or not SCHEMES[name].known:
         known = " or ".join(one for one, scheme in SCHEMES.items() if scheme.known)
-        return f"the trainer can quantize its own weights as engines do by {known} only"
+        by = f"by rollout.engine.quantization: {known} only"
+        return f"the trainer can quantize its own weights as engines do {by}"
     if config.rollout.tensor_parallel > 1:
         return "engines with rollout.tensor_parallel above 1 divide the matrices that are compared"
     if lora is not None and lora.sync == "adapter":
@@ -377,7 +379,8 @@ class ModelChecks:
             nothing = (
                 "with sync.verify_every: 0 nothing proves that they have the trainer's weights"
             )
-            self.found.notes.append(f"{key}: {blind}: {nothing}")
+            proof = "" if reason else "; sync.verify_every above 0 would prove it by digests"
+            self.found.notes.append(f"{key}: {blind}: {nothing}{proof}")
 
     def positions(self) -> None:
         """Checks that engines stay within their models' positions, and do not alter the student."""

@@ -92,7 +92,7 @@ class ActorFactory:
         self._known_beside: dict[str, int] = {}  # by pool
 
     async def queue(self) -> QueueActor:
-        """The message queue. Calls of it wait until it is built: see ``build``."""
+        """The message queue. Calls to it wait until it is built: see ``build``."""
         queue = QueueActor(await self.create(actor_names.QUEUE, restarts=True), self.config)
         self.images = QueueProxy(queue.remote)
         return queue

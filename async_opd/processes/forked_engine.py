@@ -2,11 +2,11 @@
 
     actor: imports vLLM ──fork──► engine's process: has vLLM
 
-vLLM starts an interpreter in an actor of Ray, which imports all of it a second time: 8 to 10 s of
-processor time for each engine. Of the actor's threads, the child has only the one that forks, and
-no other thread may hold a lock that the child needs. The child uses nothing of Ray: it ends without
-the interpreter's own end, frees none of the actor's objects, and closes its copies of the actor's
-sockets, by which Ray notices the actor's death. Of a GPU, CUDA could not be used after a fork.
+In an actor of Ray, vLLM would start an interpreter that imports all of it a second time. Of the
+actor's threads, the child has only the one that forks, and no other thread may hold a lock that the
+child needs. The child uses nothing of Ray: it ends without the interpreter's own end, collects none
+of the actor's objects, and closes its copies of the actor's sockets, by which Ray notices the
+actor's death. On a GPU, CUDA cannot be used after a fork.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
-from async_opd.processes.own_settings import set_parent_death_signal
+from async_opd.processes.own_settings import keep_large_blocks, set_parent_death_signal
 
 PR_SET_NAME = 15
 
@@ -29,10 +29,29 @@ PR_SET_NAME = 15
 class _EngineProcess(ForkProcess):
     """Ends with the process that forked it. ``ps -o comm`` shows its name, as vLLM gives it."""
 
+    _parent_pid: int  # of multiprocessing
+
+    def start(self) -> None:
+        """Forks; the child never returns from here.
+
+        A handle of Ray that the child's collector found would need a thread that only the actor
+        has: the collector sees none of the actor's objects, from before the fork on.
+        """
+        gc.disable()
+        gc.freeze()
+        try:
+            super().start()
+        finally:
+            gc.unfreeze()
+            gc.enable()
+
     def run(self) -> None:
         set_parent_death_signal()
+        if os.getppid() != self._parent_pid:  # the actor ended before the signal was set
+            os._exit(1)
         ctypes.CDLL(None).prctl(PR_SET_NAME, self.name.encode())  # Ray has moved the title
-        gc.freeze()  # a handle of Ray that is collected asks a thread which the child has not
+        keep_large_blocks()
+        gc.enable()
         _close_sockets()
         super().run()
 
@@ -57,10 +76,15 @@ def forked_engine(launcher: Any, on_cpu: bool) -> Iterator[None]:
 
 
 def _close_sockets() -> None:
-    """All but the standard streams."""
+    """All but the standard streams.
+
+    Their numbers stay taken: objects of the actor that end in the child close them again.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
     for fd in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
         try:
             if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.close(fd)
+                os.dup2(nothing, fd, inheritable=False)
         except OSError:  # the folder's own descriptor
             continue
+    os.close(nothing)

@@ -47,6 +47,7 @@ def set_parent_death_signal_in_child() -> None:
 
 LARGE = 4 << 20
 """Bytes of a block that is given back; the heap keeps at most twice as many free at its end."""
+MOST = 32 << 20
 KEEPS = "ASYNC_OPD_KEEPS_HEAP"
 CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 """A user who sets one of these variables has chosen glibc's limits."""
@@ -55,11 +56,23 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 def give_back_large_blocks() -> None:
     """From now on. Nothing happens without glibc, or where one of the variables above is set."""
+    _limit_blocks(LARGE)
+
+
+def keep_large_blocks() -> None:
+    """For a process that computes, and was forked from one that gives large blocks back.
+
+    Its limits are those up to which glibc's grow.
+    """
+    _limit_blocks(MOST)
+
+
+def _limit_blocks(size: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in (KEEPS, *CHOSEN)):
         return
-    mallopt(_MMAP_THRESHOLD, LARGE)
-    mallopt(_TRIM_THRESHOLD, 2 * LARGE)
+    mallopt(_MMAP_THRESHOLD, size)
+    mallopt(_TRIM_THRESHOLD, 2 * size)
 
 
 STARTING, SERVING = 5, 15

@@ -93,7 +93,7 @@ class SentTensors:
         for prefix in ("", QUANTIZED):
             beside = self._beside.get(_beside(prefix + name), [])
             if len(beside) > MOST_BESIDE:
-                return
+                continue
             for count in range(2, MOST_JOINED + 1):
                 for names in permutations(beside, count):
                     if joined([self.digests[n] for n in names]) == digest:
@@ -168,7 +168,7 @@ class LearnedParameters:
         Two equal tensors, such as the biases of a new model, explain a place twice: it is learned
         at a later sync. A norm of ones of a frozen tower is equal to a sent one by chance.
         """
-        strange = []
+        unexplained = []
         for place in found.keys() - self.sources.keys():
             if sent.frozen(_name(place)):
                 continue
@@ -176,8 +176,8 @@ class LearnedParameters:
             if len(explanations) == 1:
                 self.sources[place] = explanations[0]
             elif not explanations and sent.quantized(place[1], found[place]):
-                strange.append(place[1])
-        return sorted(strange)
+                unexplained.append(place[1])
+        return sorted(unexplained)
 
     def wrong(self, found: Mapping[Place, str], sent: Mapping[str, str]) -> list[str]:
         """The names of learned parameters that are not what was sent for them."""

@@ -103,7 +103,7 @@ def test_engines_are_proved_whose_scheme_the_trainer_knows(override: str) -> Non
 
 
 UNPROVED = [
-    (OTHER, (), "can quantize its own weights as engines do by fp8_per_channel only"),
+    (OTHER, (), "by rollout.engine.quantization: fp8_per_channel only"),
     (FLOAT8, ("train.lora={rank: 4, sync: adapter}",), "engines quantize are not sent"),
     (FAKE, ("train.lora={rank: 4}",), "held rows with adapters and rounded matrices"),
     (FLOAT8, ("rollout.tensor_parallel=2",), "divide the matrices that are compared"),

@@ -122,6 +122,8 @@ async def test_a_stage_with_nothing_yet_gets_another_process_and_replicas_stop(n
     await made.rebuild_all(DIED)
     assert f"restart {name}" in events
     assert "halt replicas" in events[:2]
+    if name == "rollouter":
+        assert events[:2] == ["restart rollouter", "halt replicas"]
     assert not {"close queue", "stop rollouter"} & set(events) & {f"close {name}", f"stop {name}"}
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -187,7 +187,7 @@ def test_the_summary_says_how_the_run_ended_and_its_last_values(tmp_path: Path) 
 def test_an_exception_or_no_word_finishes_the_run(
     tmp_path: Path, error: BaseException | None, status: str
 ) -> None:
-    with suppress(BaseException), opened(tmp_path):
+    with pytest.raises(type(error)) if error else nullcontext(), opened(tmp_path):
         if error is not None:
             raise error
     assert summary(tmp_path)["status"] == status

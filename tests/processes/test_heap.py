@@ -26,16 +26,21 @@ print(resident() - before)
 """
 
 
-def kept(chosen: dict[str, str]) -> int:
+def kept(chosen: dict[str, str], program: str = SHOWN) -> int:
     """Bytes of a message of 3 * LARGE that a process still has once it is free."""
     ours = {key: value for key, value in os.environ.items() if key not in (KEEPS, *CHOSEN)}
-    command = [sys.executable, "-c", SHOWN]
+    command = [sys.executable, "-c", program]
     shown = subprocess.run(command, env=ours | chosen, capture_output=True, check=True, text=True)
     return int(shown.stdout)
 
 
 def test_a_large_block_that_is_free_goes_back_to_the_system() -> None:
     assert kept({}) < LARGE
+
+
+def test_an_engine_that_is_forked_from_an_actor_keeps_it() -> None:
+    ours = "from async_opd.processes.own_settings import keep_large_blocks\nkeep_large_blocks()\n"
+    assert kept({}, SHOWN.replace("before =", f"{ours}before =")) > 2 * LARGE
 
 
 @pytest.mark.parametrize("chosen", [{KEEPS: "1"}, {CHOSEN[0]: str(32 << 20)}])

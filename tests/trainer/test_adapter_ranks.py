@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from async_opd.config.load import load_config
 from async_opd.config.sections.train import LoraConfig, TrainConfig
 from tests.trainer.models import new_rank, random_sample, tiny_model
 from tests.trainer.ranks import mesh_of, on_ranks
 from tests.trainer.states import restore, state_of
+from trainer.build import build_rank
 from trainer.learner import Learner
 from trainer.rank import Rank
 from trainer.rank_group import RankSpec
@@ -20,6 +23,7 @@ from trainer.student.adapters import LORA, add_adapters
 
 pytestmark = pytest.mark.slow
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = 2
 LORA_5 = LoraConfig(rank=5, alpha=10)
 """Two ranks divide five rows of A unequally."""
@@ -68,6 +72,23 @@ def both(
     work = partial(found_by, folder=folder)
     several = on_ranks(case["ranks"], lambda spec: rank_of(spec, case), work)
     return case["dtype"], one, several, folder
+
+
+def test_ranks_that_read_their_own_weights_have_the_same_adapters_and_the_base() -> None:
+    """The student is made on meta and sharded there, its adapters are not."""
+    config = load_config(EXAMPLES / "lora.yaml", [])
+
+    def found(learner: Learner) -> dict[str, Any]:
+        return {"weights": dict(learner.named_weights()), "state": state_of(learner)}
+
+    several = on_ranks(RANKS, lambda spec: build_rank(config, "cpu", spec), found)
+    stored = load_file(EXAMPLES / "quickstart" / "models" / "student" / "model.safetensors")
+    assert several["weights"].keys() == stored.keys()
+    assert all(torch.equal(several["weights"][name], stored[name].float()) for name in stored)
+    alone = dict(build_rank(config, "cpu", None).model.named_parameters())
+    adapters = {n.removeprefix("model/"): t for n, t in several["state"].items() if LORA in n}
+    assert adapters
+    assert all(torch.equal(alone[name], adapter) for name, adapter in adapters.items())
 
 
 def test_several_ranks_train_adapters_as_one_does(both: Any) -> None:

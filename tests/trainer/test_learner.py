@@ -62,6 +62,14 @@ def test_forward_kl_falls() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+def test_the_policy_gradient_lowers_the_sampled_gap_to_the_teacher() -> None:
+    """On fixed tokens that the teacher finds more likely than the student does."""
+    made = learner(kind="k1", lr=1e-2)
+    batch = [sample for sample in samples(k=0) if len(sample.rollout.response_ids)]
+    gaps = [abs(made.train_batch(batch).metrics["loss/k1"]) for _ in range(20)]
+    assert gaps[-1] < gaps[0]
+
+
 def test_a_step_reports_notes_once_and_its_weights_are_published() -> None:
     made = learner()
     note("compiled")

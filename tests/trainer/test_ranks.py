@@ -273,9 +273,14 @@ def test_one_rank_goes_on_from_two(found: dict[str, Any], tied: bool, alone: Alo
     assert all(torch.allclose(weights[n], expected[n], atol=1e-5) for n in expected)
 
 
-def test_the_model_that_is_saved_is_whole(folder: Path, found: dict[str, Any]) -> None:
+def test_the_model_that_is_saved_is_whole_and_has_no_weight_twice(
+    folder: Path, found: dict[str, Any], tied: bool
+) -> None:
+    from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
+    with safe_open(folder / "model" / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) is not tied  # noqa: SIM118
     saved = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     weights = found["weights again"]
     own = dict(saved.named_parameters())

@@ -97,8 +97,13 @@ class EngineConfig(Section):
     @property
     def whole(self) -> Self:
         """The same engine with weights as in the files, and a cache like its activations."""
-        rounded = {"quantization", "quantization_config", "kv_cache_dtype"}
+        rounded = {"quantization", "quantization_config"}
         extra = {key: value for key, value in self.extra.items() if key not in rounded}
+        if str(extra.get("kv_cache_dtype")).startswith("fp8"):
+            del extra["kv_cache_dtype"]
+        overrides = extra.get("hf_overrides")
+        if isinstance(overrides, dict):
+            extra["hf_overrides"] = {k: v for k, v in overrides.items() if k not in rounded}
         cache = "auto" if self.kv_cache_dtype.startswith("fp8") else self.kv_cache_dtype
         parts = {"quantization": None, "kv_cache_dtype": cache, "extra": extra}
         return self.model_copy(update=parts)
