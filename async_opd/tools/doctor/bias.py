@@ -1,5 +1,7 @@
 """How far low precision moves a teacher, beside what the teacher is for.
 
+P and L read the teacher's prompt, Q the student's.
+
 the student's responses ──teacher, weights of its files──► P ──┬──► signal: KL(P ‖ Q)
          │  └─────────────teacher, as the run has it─────► L ──┴──► bias: KL(P ‖ L)
          └────────────────student────────────────────────► Q
@@ -13,8 +15,11 @@ from typing import Self
 
 import numpy as np
 
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.teachers import VllmTeacher
 from async_opd.core.errors import Problem
 from async_opd.core.scores import TopK
+from async_opd.models.model_files import ModelFiles
 from async_opd.tools.doctor.divergences import Positions
 
 REMEDY = "take the weights as in its files or a finer scheme, or raise"
@@ -60,3 +65,17 @@ class PrecisionBias:
             return None
         key = f"teachers.{name}.max_bias"
         return Problem(where, key, f"{self}; found {most:g}, more is refused", f"{REMEDY} {key}")
+
+
+def unknown_bias(config: RunConfig, where: str, name: str) -> Problem | None:
+    """The problem of teacher ``name`` whose own files are quantized: P is not there."""
+    teacher = config.teachers[name]
+    files = ModelFiles.read(teacher.model) if isinstance(teacher, VllmTeacher) else None
+    if files is None or not files.quantized:
+        return None
+    message = (
+        "the bias of its precision is unknown: its files are quantized; a bias that is shown is "
+        "that of its engine's settings alone"
+    )
+    remedy = "name the model as it was before, with engine.quantization, to measure it"
+    return Problem(where, f"teachers.{name}", message, remedy)

@@ -31,20 +31,21 @@ from async_opd.config.sections.loss import ForwardKLConfig, K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
 from async_opd.core.arrays import Float32
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.errors import Problem, RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import supervised
 from async_opd.data.prompts import to_prompt
+from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.files.safe_open import private_files
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelFiles, is_hub_id, is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import prepare
 from async_opd.tools.doctor.agreement import Agreement
-from async_opd.tools.doctor.bias import PrecisionBias
-from async_opd.tools.doctor.finding import Finding
+from async_opd.tools.doctor.bias import PrecisionBias, unknown_bias
+from async_opd.tools.doctor.finding import Finding, Status
 from async_opd.tools.doctor.prompts import sampled
 from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
 from async_opd.weight_sync.layout import Kind, by_kind
@@ -66,6 +67,7 @@ FRESHNESS: dict[Kind, tuple[str, str, str]] = {
 }
 """Held rows of each kind, and the metrics of their distance and of its bound."""
 IMAGE_MASS = "; or tokens that stand for images have that mass: no rollout engine samples them"
+NO_TOKEN = "see why responses are empty: doctor's prompts"
 DTYPES = "give rollout.engine and teachers.*.engine the same dtype and head_dtype as the trainer"
 
 
@@ -108,13 +110,18 @@ async def examine_engines(
     notify("starting a scoring engine with the student's weights")
     found += await _scored_by_itself(quick, device, eos_ids, prompts, measured, bound)
     for name in config.teachers:
+        if unknown := unknown_bias(quick, "", name):
+            found.append(_of_problem("warning", unknown))
+        own = [one for one in measured.responses if one.prompt.teacher == name]
+        if not own:
+            count = sum(one.teacher == name for one in prompts)
+            message = f"teachers.{name}: no token to compare, of {count} prompts of its sources"
+            found.append(Finding(TOPIC, "warning", message, NO_TOKEN))
+            continue
         notify(f"starting teacher {name}")
-        own = [one for one in measured.responses if _may_score(config, name, one)]
         found += await _of_teacher(quick, name, device, eos_ids, prompts, own, bound)
         whole = with_whole_teacher(quick, name)
-        if whole is None:
-            found += _not_whole(quick, name)
-        else:
+        if whole is not None:
             notify(f"starting teacher {name} again, and with the weights of its files")
             found.append(await _biased(quick, whole, name, device, eos_ids, prompts, own))
     return found
@@ -203,12 +210,6 @@ def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
             yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
 
 
-def _may_score(config: RunConfig, name: str, rollout: Rollout) -> bool:
-    """Whether a teacher can compute it: one that reads text only gets no images in a run either."""
-    prompt = rollout.prompt
-    return not prompt.media or config.teacher_of(prompt.data_source) == name
-
-
 async def _scored_by_itself(
     config: RunConfig,
     device: Device,
@@ -222,7 +223,7 @@ async def _scored_by_itself(
     reference = measured.meta.reference
     held = [] if reference is None else [row.rollout() for row in reference.rows]
     shown = [*prompts, *(one.prompt for one in held)]
-    asked = [*measured.responses, *held]
+    asked = [*(one.without_teacher_inputs for one in measured.responses), *held]
     try:
         (scores,) = await _scores(alone, ITSELF, device, eos_ids, shown, asked)
     except Exception as error:  # Ray raises the bare class if it cannot start
@@ -246,7 +247,7 @@ def _floor(what: str, found: Agreement, bound: float, other_cause: str = "") -> 
     message = f"mismatch floor, the student by itself: {what}: {found}; bound {bound:.2g}"
     if not found.tokens:
         message = f"mismatch floor, the student by itself: {what}: not measured, without any token"
-        return Finding(TOPIC, "warning", message, "see why responses are empty: doctor's prompts")
+        return Finding(TOPIC, "warning", message, NO_TOKEN)
     fits = found.mean <= bound
     return Finding(
         TOPIC, "ok" if fits else "warning", message, "" if fits else DTYPES + other_cause
@@ -292,23 +293,10 @@ async def _of_teacher(
 def _apart(name: str, pair: str, found: Agreement, signal: float, bound: float) -> Finding:
     """``signal``: mean absolute difference in nats between teacher and student."""
     message = f"teachers.{name}: {pair}: {found}; from the student it is {signal:.2g} nats"
-    if not found.tokens:
-        remedy = "see why responses are empty: doctor's prompts"
-        return Finding(TOPIC, "warning", f"teachers.{name}: {pair}: no token to compare", remedy)
     if found.mean <= bound:
         return Finding(TOPIC, "ok", message)
     remedy = "give all of them the same weights, dtype, quantization and version of the server"
     return Finding(TOPIC, "warning", f"{message}; bound {bound:.2g}", remedy)
-
-
-def _not_whole(config: RunConfig, name: str) -> Iterator[Finding]:
-    """A warning of a teacher whose own files are quantized."""
-    teacher = config.teachers[name]
-    files = ModelFiles.read(teacher.model) if isinstance(teacher, VllmTeacher) else None
-    if files is not None and files.quantized:
-        message = f"teachers.{name}: the bias of its precision is unknown: its files are quantized"
-        remedy = "name the model as it was before, with engine.quantization, to measure it"
-        yield Finding(TOPIC, "warning", message, remedy)
 
 
 async def _biased(
@@ -324,10 +312,11 @@ async def _biased(
     low, teacher = with_one_teacher(config, name), config.teachers[name]
     assert isinstance(teacher, VllmTeacher)
     itself = with_itself_as_teacher(config, {one.data_source for one in prompts if one.media})
+    own = [one.without_teacher_inputs for one in responses]
+    asked = ((whole, name, responses), (low, name, responses), (itself, ITSELF, own))
     try:
         scores = [
-            (await _topk(one, of, device, eos_ids, prompts, responses))[0]
-            for one, of in ((whole, name), (low, name), (itself, ITSELF))
+            (await _topk(one, of, device, eos_ids, prompts, read))[0] for one, of, read in asked
         ]
         found = PrecisionBias.of(*scores)
     except Exception as error:  # Ray raises the bare class if it cannot start
@@ -336,7 +325,11 @@ async def _biased(
     problem = found.problem("", name, teacher.max_bias)
     if problem is None:
         return Finding(TOPIC, "ok", f"teachers.{name}: {found}")
-    return Finding(TOPIC, "error", f"{problem.key}: {problem.message}", problem.remedy)
+    return _of_problem("error", problem)
+
+
+def _of_problem(status: Status, problem: Problem) -> Finding:
+    return Finding(TOPIC, status, f"{problem.key}: {problem.message}", problem.remedy)
 
 
 async def _topk(config: RunConfig, *asked: Any) -> list[list[TopK]]:
@@ -403,10 +396,11 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
     limit = inputs.max_prompt_tokens
     rows = sampled(config, inputs.checked, PROMPTS)
     prompts: list[Prompt] = []
-    bounds: dict[str, Any] = {"limit": limit, "sized": text.image_tokens}
+    given: dict[str, Any] = {"limit": limit, "sized": text.image_tokens}
+    given["readers"] = teacher_readers(config, text)
     for row in rows:
         with suppress(RolloutFault):  # the doctor's findings of lengths and templates report it
-            prompts.append(to_prompt(row, text.encode, config.teacher_of, **bounds))
+            prompts.append(to_prompt(row, text.encode, config.teacher_of, **given))
     place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
         work = examine_engines(

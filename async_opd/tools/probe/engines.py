@@ -1,7 +1,7 @@
 """Starts the models of a probe one after the other, and asks them.
 
     student's rollout engines ──► answers, responses
-    student's weights in a scoring engine ──► its top-k of the responses: the floor
+    student's weights in a scoring engine ──► its top-k after the student's prompt: the floor
     each teacher's engines ──► its top-k of the responses, its own answers
     one of low precision, with the weights of its files ──► its top-k: the bias of its precision
 
@@ -35,6 +35,7 @@ from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import check_inputs
+from async_opd.tools.doctor.bias import unknown_bias
 from async_opd.tools.probe.asked import AskedSource, asked_sources
 from async_opd.tools.probe.figures import Measured
 from async_opd.tools.probe.measuring import (
@@ -91,7 +92,8 @@ async def measure(
     by_itself = with_itself_as_teacher(alone, seen)
 
     async def score_all(model: Model) -> list[list[Sample]]:
-        return [await scored(model, one.rollouts) for one in answers]
+        read = [[its.without_teacher_inputs for its in one.rollouts] for one in answers]
+        return [await scored(model, rollouts) for rollouts in read]
 
     notify("starting a scoring engine with the student's weights")
     shown = [prompt for one in sources for prompt in one.asked.prompts]
@@ -206,6 +208,9 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
         if not sources:
             message = "no source has a teacher and a prompt that fits"
             raise ConfigError([Problem(where, "data.train", message, "see async_opd doctor")])
+        for name in dict.fromkeys(one.teacher for one in sources):
+            if unknown := unknown_bias(config, where, name):
+                notify(str(unknown))
         quick = config.model_copy(update={"run_dir": str(folder)})
         ends = text.response_ends()
         return list(uvloop.run(measure(quick, sources, ready.device, ends, notify)))

@@ -109,7 +109,7 @@ async def ask_teacher(
     if asked.other is not None:
         other_grades, _ = await _answered(teacher, _read(asked.other), asked)
         seen = [
-            replace(rollout, prompt=prompt)
+            replace(rollout, prompt=replace(rollout.prompt, teacher_ids=prompt.teacher_ids))
             for rollout, prompt in zip(answers.rollouts, asked.other, strict=True)
         ]
         others = [sampled_logprobs(one) for one in await scored(teacher, seen)]

@@ -81,7 +81,7 @@ def test_a_bias_at_its_bound_is_allowed_and_one_above_it_names_the_key() -> None
     assert "25.0% of the signal KL(teacher ‖ student) 1, over 10 tokens" in problem.message
 
 
-def test_without_a_token_nothing_can_be_said() -> None:
+def test_responses_without_a_token_have_no_bias() -> None:
     none = [topk(np.zeros((0, 2)), [])]
     with pytest.raises(ValueError, match="no response has a token"):
         PrecisionBias.of(none, none, none)

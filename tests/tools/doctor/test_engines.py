@@ -1,10 +1,8 @@
-"""What ``doctor --engines`` says of its measurements, on fake pools and teachers."""
+"""The findings of ``doctor --engines``, on fake pools and teachers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -26,10 +24,11 @@ from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
+from async_opd.models.tokenizer import Text
 from async_opd.tools.doctor.engines import examine_engines
 from async_opd.tools.doctor.finding import Finding
 from async_opd.weight_sync.layout import HeldRow, Reference, WeightMeta
-from tests.checks.inputs import EXAMPLE, FEW, config
+from tests.checks.inputs import EXAMPLE, FEW, config, model
 
 LIMIT = 1e-3
 HELD = HeldRow(np.array([1, 2, 3], np.int32), 2)
@@ -101,13 +100,18 @@ class Pools:
 
 @dataclass
 class Replica:
-    """Gives every token the log-probability ``value``, and with ``topk`` another one the rest."""
+    """Gives every token the log-probability ``value``, and with ``topk`` another one the rest.
+
+    ``read`` gets the prompts that it reads.
+    """
 
     value: float
     topk: bool = False
+    read: list[tuple[int, ...]] = field(default_factory=list)
 
     async def score(self, batch: Batch) -> Batch:
         items = [one for one in batch.unpack() if isinstance(one, Rollout)]
+        self.read += [tuple(one.for_teacher.prompt.token_ids.tolist()) for one in items]
         return Batch.pack([Sample(one, self._scores(len(one.rollout_logprobs))) for one in items])
 
     def _scores(self, length: int) -> SampledLogprobs | TopK:
@@ -130,6 +134,8 @@ class Cluster:
     launched: list[RunConfig] = field(default_factory=list)
     shown: dict[str, list[str]] = field(default_factory=dict)
     """Of each teacher the prompts whose images it was given."""
+    read: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    """Of each teacher the prompts that it read, of all its starts."""
     fails: bool = False
 
     @asynccontextmanager
@@ -149,7 +155,8 @@ class Cluster:
         low = teacher.kind == "vllm" and teacher.engine.low_precision
         key = f"{'low' if low else teacher.kind} {name}"
         topk = config.loss.kind == "forward_kl"
-        yield [Replica(value, topk) for value in self.teachers.get(key, self.teachers[name])]
+        read, values = self.read.setdefault(name, []), self.teachers.get(key, self.teachers[name])
+        yield [Replica(value, topk, read) for value in values]
 
 
 @pytest.fixture
@@ -160,8 +167,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-def found(tmp_path: Path, *overrides: str) -> list[Finding]:
-    work = examine_engines(config(*overrides), "cpu", (2,), PROMPTS, tmp_path, [].append)
+def found(tmp_path: Path, *overrides: str, prompts: Sequence[Prompt] = PROMPTS) -> list[Finding]:
+    work = examine_engines(config(*overrides), "cpu", (2,), prompts, tmp_path, [].append)
     return asyncio.run(work)
 
 
@@ -215,7 +222,16 @@ def test_what_was_compared_on_no_token_is_no_agreement(cluster: Cluster, tmp_pat
     cluster.teachers["sort"] = [-2.0, -2.0]
     lines = [one.found for one in found(tmp_path) if one.status == "warning"]
     assert any("its responses" in line and "not measured" in line for line in lines)
-    assert any("teachers.sort" in line and "no token to compare" in line for line in lines)
+    for name in ("sort", "reverse"):
+        assert f"teachers.{name}: no token to compare, of 1 prompts of its sources" in lines
+
+
+def test_a_teacher_without_a_prompt_of_its_sources_is_not_compared(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (line,) = [one for one in found(tmp_path, prompts=PROMPTS[:1]) if one.status == "warning"]
+    assert line.found == "teachers.reverse: no token to compare, of 0 prompts of its sources"
+    assert "reverse" not in cluster.read
 
 
 def test_the_replicas_that_are_farthest_apart_are_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -250,7 +266,7 @@ def test_a_teacher_of_low_precision_has_its_bias_as_a_share_of_its_signal(
     bias, signal = divergence(whole, low), divergence(whole, student)
     assert line.status == "ok"
     assert f"bias of {bias:.2g} nats a token: {bias / signal:.1%} of the signal" in line.found
-    assert f"{signal:.2g}, over 4 tokens" in line.found
+    assert f"{signal:.2g}, over 2 tokens" in line.found
 
 
 def divergence(p: float, q: float) -> float:
@@ -308,15 +324,36 @@ def test_a_reference_that_does_not_start_is_a_warning(
     assert "could not be measured: teachers.sort: out of memory" in line.found
 
 
-def test_the_bias_of_files_that_are_quantized_is_unknown(cluster: Cluster, tmp_path: Path) -> None:
-    own = tmp_path / "quantized"
-    shutil.copytree(EXAMPLE.parent / "quickstart" / "models" / "teacher-sort", own)
-    settings = json.loads((own / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "awq"}
-    (own / "config.json").write_text(json.dumps(settings))
-    (line,) = biases(found(tmp_path, f"teachers.sort.model={own}"))
+def test_teachers_read_their_own_prompts_of_their_sources_and_the_student_its_own(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    prompts = [
+        replace(one, teacher_ids=np.array([8, at], np.int32)) for at, one in enumerate(PROMPTS)
+    ]
+    found(tmp_path, QUANTIZED, prompts=prompts)
+    assert set(cluster.read["sort"]) == {(8, 0)}
+    assert set(cluster.read["reverse"]) == {(8, 1)}
+    assert set(cluster.read[ITSELF]) == {(5, 6), (6, 5), tuple(HELD.ids[:-2].tolist())}
+
+
+def test_the_command_gives_a_teacher_the_prompt_that_it_reads_in_a_run(cluster: Cluster) -> None:
+    given = [*FEW, "log.wandb=off", QUANTIZED, "teachers.sort.prompt_template='{prompt} 12'"]
+    main(["doctor", str(EXAMPLE), *given, "--engines"])
+    text = Text.of(config())
+    assert {text.decode(ids)[-3:] for ids in cluster.read["sort"]} == {" 12"}
+    assert {text.decode(ids)[-3:] for ids in cluster.read[ITSELF]}.isdisjoint({" 12"})
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_the_bias_of_files_that_are_quantized_is_unknown(
+    cluster: Cluster, tmp_path: Path, cache: str
+) -> None:
+    own = model(tmp_path, "teacher-sort", quantization_config={"quant_method": "awq"})
+    asked = [f"teachers.sort.model={own}", f"teachers.sort.engine.kv_cache_dtype={cache}"]
+    line, *others = biases(found(tmp_path, *asked))
     assert line.status == "warning"
     assert "its files are quantized" in line.found
+    assert len(others) == (cache == "fp8")
 
 
 def test_pools_that_do_not_start_are_an_error_with_the_cause(

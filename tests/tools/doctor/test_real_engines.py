@@ -35,7 +35,7 @@ def test_engines_of_a_working_run_agree_within_rounding_and_take_an_update(tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [one for one in json.loads(done.stdout)["findings"] if one["topic"] == "engines"]
     assert {one["status"] for one in lines} == {"ok"}, lines
-    said = [one["found"].partition(",")[0].partition(":")[0] for one in lines]
+    compared = [one["found"].partition(",")[0].partition(":")[0] for one in lines]
     floors = ["mismatch floor"] * 2
-    assert said == ["first weights", "one update", *floors, "teachers.sort"], lines
+    assert compared == ["first weights", "one update", *floors, "teachers.sort"], lines
     assert list(tmp_path.iterdir()) == [data]

@@ -28,7 +28,7 @@ SPEEDS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less to simulate: what is said is the same."""
+    """Less to simulate; the text is the same."""
     monkeypatch.setattr("async_opd.tools.plan.advice.SAMPLES", 300)
     monkeypatch.setattr("async_opd.tools.plan.measured.SAMPLES", 2_000)
 
@@ -53,7 +53,7 @@ def planned(file: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What is said about bad input."""
+    """The error text of a plan of bad input."""
     assert main(["plan", *arguments]) == 2
     return capsys.readouterr().err
 
@@ -155,8 +155,8 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(
     arguments: list[str],
     words: list[str],
 ) -> None:
-    said = refused(capsys, write_config(tmp_path, plan), *arguments)
-    assert [one for one in words if one not in said] == []
+    text = refused(capsys, write_config(tmp_path, plan), *arguments)
+    assert [one for one in words if one not in text] == []
 
 
 def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

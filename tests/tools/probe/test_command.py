@@ -1,4 +1,4 @@
-"""``async_opd probe`` on fake engines: what it starts, what it says, what it refuses."""
+"""``async_opd probe`` on fake engines: its starts, its text, its refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.models.tokenizer import Text
 from async_opd.tools.probe import engines
-from tests.checks.inputs import EXAMPLE, FEW
+from tests.checks.inputs import EXAMPLE, FEW, model
 from tests.tools.doctor.test_templates import PLAIN, with_template
 
 COMMAND = ["probe", str(EXAMPLE), *FEW]
@@ -41,6 +41,8 @@ class Replica:
     good: bool
     fails: bool = False
     first: float = 0.6
+    read: list[tuple[int, ...]] = field(default_factory=list)
+    """The prompts whose responses it scored."""
 
     async def run(self) -> None:
         if self.fails:
@@ -67,6 +69,7 @@ class Replica:
         )
         found = []
         for one in unpack(Rollout, [batch]):
+            self.read.append(tuple(one.for_teacher.prompt.token_ids.tolist()))
             length = len(one.rollout_logprobs)
             own, rest = np.full(length, -1.0, np.float32), np.full(length, -100.0, np.float32)
             scores = TopK(np.tile(ids, (length, 1)), np.tile(logs, (length, 1)), own, rest)
@@ -81,6 +84,8 @@ class Cluster:
     text: Text = field(default_factory=lambda: Text.of(load_config(EXAMPLE, FEW)))
     launched: list[str] = field(default_factory=list)
     configs: list[RunConfig] = field(default_factory=list)
+    read: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    """Of each teacher the prompts whose responses it scored."""
     fails: str = ""
     rounded: float = 0.9
     """What a quantized teacher gives the first token; ``sort`` gives it 0.9, the student 0.6."""
@@ -100,7 +105,8 @@ class Cluster:
         teacher = config.teachers[name]
         low = isinstance(teacher, VllmTeacher) and teacher.engine.low_precision
         first = self.rounded if low else 0.9 if name == "sort" else 0.6
-        yield [Replica(self.text, good=True, first=first) for _ in range(2)]
+        read = self.read.setdefault(name, [])
+        yield [Replica(self.text, good=True, first=first, read=read) for _ in range(2)]
 
 
 @pytest.fixture
@@ -138,11 +144,11 @@ def test_the_text_names_verdict_figures_and_suggestion(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(COMMAND) == 0
-    said = capsys.readouterr().out
-    assert "sort, teacher sort: will teach: the teacher is better (+100.0% ± 0.0%)" in said
-    assert "accuracy     student 0.0% ± 0.0%, teacher 100.0% ± 0.0%" in said
-    assert "the teacher's log-probability is -1.00 nats of their first token" in said
-    assert "suggestion   loss.kind=forward_kl loss.top_k=2 teachers.sort.weight=" in said
+    printed = capsys.readouterr().out
+    assert "sort, teacher sort: will teach: the teacher is better (+100.0% ± 0.0%)" in printed
+    assert "accuracy     student 0.0% ± 0.0%, teacher 100.0% ± 0.0%" in printed
+    assert "the teacher's log-probability is -1.00 nats of their first token" in printed
+    assert "suggestion   loss.kind=forward_kl loss.top_k=2 teachers.sort.weight=" in printed
 
 
 def test_what_the_teachers_own_template_changes_is_shown(
@@ -246,9 +252,9 @@ def test_a_quantized_teacher_with_a_large_bias_is_refused_after_its_figures(
 ) -> None:
     cluster.rounded = 0.6
     assert main([*COMMAND, QUANTIZED]) == 2
-    said = capsys.readouterr()
-    assert "precision    its precision has a bias of 0.23 nats a token: 100.0%" in said.out
-    assert "teachers.sort.max_bias" in said.err
+    printed = capsys.readouterr()
+    assert "precision    its precision has a bias of 0.23 nats a token: 100.0%" in printed.out
+    assert "teachers.sort.max_bias" in printed.err
     assert main([*COMMAND, QUANTIZED, "teachers.sort.max_bias=1.01"]) == 0
 
 
@@ -264,9 +270,28 @@ def test_a_reference_that_does_not_start_leaves_the_other_figures(
 
     monkeypatch.setattr(launch, "launch_teacher", too_large)
     assert main([*COMMAND, QUANTIZED]) == 0
-    said = capsys.readouterr()
-    assert "sort, teacher sort: will teach" in said.out
-    assert "the bias of its precision was not measured: teachers.sort: out of memory" in said.err
+    printed = capsys.readouterr()
+    assert "sort, teacher sort: will teach" in printed.out
+    assert "the bias of its precision was not measured: teachers.sort: out of memory" in printed.err
+
+
+def test_the_student_scores_its_own_prompt_and_the_teacher_the_teachers(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents(capsys, QUANTIZED, "teachers.sort.prompt_template='{prompt} 12'")
+    assert {cluster.text.decode(ids)[-3:] for ids in cluster.read["sort"]} == {" 12"}
+    assert {cluster.text.decode(ids)[-3:] for ids in cluster.read[ITSELF]}.isdisjoint({" 12"})
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_the_bias_of_files_that_are_quantized_is_printed_as_unknown(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: str
+) -> None:
+    own = model(tmp_path, "teacher-sort", quantization_config={"quant_method": "awq"})
+    asked = [f"teachers.sort.model={own}", f"teachers.sort.engine.kv_cache_dtype={cache}"]
+    main([*COMMAND, *asked])
+    printed = capsys.readouterr().err
+    assert "teachers.sort: the bias of its precision is unknown: its files are quantized" in printed
 
 
 def test_an_engine_that_does_not_start_is_a_failure_with_its_remedy(

@@ -59,6 +59,15 @@ class Table:
         return TopK(np.array([[1, 2]], np.int32), logs, own, np.full(1, -100.0, np.float32))
 
 
+class Expanding(Table):
+    """A student whose prompts get two more tokens, as for an image, before they are answered."""
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        longer = (np.append(one.token_ids, np.int32([7, 7])) for one in prompts)
+        expanded = [replace(one, token_ids=ids) for one, ids in zip(prompts, longer, strict=True)]
+        return await super().generate(expanded, sampling)
+
+
 async def grade(rollout: Rollout) -> float:
     if rollout.prompt.uid == "p2":
         raise GradeError("grader", "it failed")
@@ -118,6 +127,13 @@ def test_the_teachers_own_template_is_asked_too() -> None:
     assert found.teacher_grades[:2].tolist() == [0, 1]
     assert [one.other for one in found.responses] == [-1, -1, -1]
     assert [one.teacher.sampled_logprobs for one in found.responses] == [0, -1, -2]
+
+
+def test_the_teachers_own_template_is_asked_after_prompts_whose_images_have_many_tokens() -> None:
+    other = [replace(one, teacher_ids=np.array([1, 9], np.int32)) for one in PROMPTS]
+    teacher = Table()
+    measured(Expanding(), teacher, replace(ASKED, other=other))
+    assert teacher.seen[-3:] == [[1, 9, WRONG]] * 3
 
 
 def test_a_call_has_a_bounded_number_of_rollouts() -> None:

@@ -68,16 +68,16 @@ def test_without_speeds_or_a_gain_to_show_there_is_no_forecast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare = read_recorded_run(write_run(tmp_path / "bare", without="train/compute_s"))
-    said = forecast(bare, judge(bare))
-    assert said == "There is no prediction: train/compute_s was not measured."
+    words = forecast(bare, judge(bare))
+    assert words == "There is no prediction: train/compute_s was not measured."
     rates = iter([100.0, 100.4, 100.4, 100.4])
     monkeypatch.setattr(
         "async_opd.tools.report.forecast.steady_state",
         lambda setting: SimpleNamespace(samples_per_s=next(rates)),
     )
     run = read_recorded_run(write_run(tmp_path / "run"))
-    said = forecast(run, limited("train", "rollout"))
-    assert said == "The plan predicts less than +1% for each change that it knows."
+    words = forecast(run, limited("train", "rollout"))
+    assert words == "The plan predicts less than +1% for each change that it knows."
 
 
 @pytest.mark.slow
