@@ -290,9 +290,13 @@ class Freshness:
     ) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas with a parameter that is not the sent one, an older one, or a lone one."""
         sound = {i: dict(_places(one)) for i, one in evidence.items() if i not in wrong}
-        strange = {index: self._learned.learn(found, sent) for index, found in sound.items()}
+        unexplained = {index: self._learned.learn(found, sent) for index, found in sound.items()}
+        other_form = sent.any_quantized and not self._learned.any_quantized
         for index, found in sound.items():
-            if names := strange[index]:
+            if other_form:
+                cause = "its engine keeps no matrix as the trainer quantizes it: nothing proves it"
+                yield index, WrongWeights(f"student/{index}", cause, _QUANTIZING)
+            if names := unexplained[index]:
                 cause = (
                     "its engine quantized other weights than were sent, or quantized them "
                     f"otherwise than the trainer: {_few(names)}"
@@ -361,6 +365,7 @@ class Freshness:
 
 
 _TRANSFER = "the transfer or the engine's loader is at fault; sync.verify_every: 0 does not look"
+_QUANTIZING = "set sync.verify_every: 0, or remove rollout.engine.quantization"
 _LOADING = "the engine's loader or its kernels are at fault; sync.verify_every: 0 does not look"
 
 

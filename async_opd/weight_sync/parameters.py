@@ -99,6 +99,11 @@ class SentTensors:
                     if joined([self.digests[n] for n in names]) == digest:
                         yield names
 
+    @property
+    def any_quantized(self) -> bool:
+        """Whether the trainer quantizes what it sends by the engines' arithmetic."""
+        return bool(self._quantized)
+
     def quantized(self, name: str, digest: str) -> bool:
         """Whether a parameter is one that the engine makes by quantizing what it is sent."""
         return _form(name, digest) in self._quantized and not self.frozen(name)
@@ -178,6 +183,11 @@ class LearnedParameters:
             elif not explanations and sent.quantized(place[1], found[place]):
                 unexplained.append(place[1])
         return sorted(unexplained)
+
+    @property
+    def any_quantized(self) -> bool:
+        """Whether a place was learned that an engine makes by quantizing."""
+        return any(name.startswith(QUANTIZED) for names in self.sources.values() for name in names)
 
     def wrong(self, found: Mapping[Place, str], sent: Mapping[str, str]) -> list[str]:
         """The names of learned parameters that are not what was sent for them."""

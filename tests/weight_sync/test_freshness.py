@@ -392,6 +392,12 @@ def test_weights_that_were_quantized_otherwise_are_found_at_the_first_comparison
     assert "l.o.weight_scale" in str(found[0])
 
 
+def test_an_engine_that_keeps_its_quantized_matrices_in_another_form_is_not_proved() -> None:
+    meta = replace(META, quantized={"quantized l.o.weight": "float8_e4m3fn[4, 1]:w"})
+    found = Freshness(1).judge(meta, {0: evidence(**{"l.o.weight_packed": "int32[1]:w"})}).wrong
+    assert "keeps no matrix as the trainer quantizes it" in str(found[0])
+
+
 def test_matrices_that_stay_while_what_is_sent_for_them_stays_are_fresh() -> None:
     """A frozen attention, and a trained norm."""
     freshness = Freshness(1)
