@@ -67,7 +67,10 @@ GROUPS = {
     "before": {
         "check": ("tools.check:add_check", "check a config and its inputs; starts nothing"),
         "doctor": ("tools.doctor.command:add_doctor", "examine what a run would meet here"),
-        "qualify": ("tools.qualify.command:add_qualify", "measure what a GPU here has to show"),
+        "qualify": (
+            "tools.qualify.command:add_qualify",
+            "measure the parts without proof on this machine's GPUs",
+        ),
         "probe": (
             "tools.probe.command:add_probe",
             "measure whether the teachers will teach the student",

@@ -79,10 +79,15 @@ def defines(text: str, name: str) -> bool:
 
 
 def sites(library: str) -> list[Path]:
-    """The folder of the installed library, and that of the next release if one was unpacked."""
+    """The folder of the installed library, and that of the next release if one was unpacked.
+
+    AssertionError if the folder of unpacked wheels has none of the libraries.
+    """
+    unpacked = [name for name in LIBRARIES if NEXT and (Path(NEXT) / name).is_dir()]
+    assert unpacked or not NEXT, f"ASYNC_OPD_NEXT_WHEELS has none of {LIBRARIES}: {NEXT}"
     spec = importlib.util.find_spec(library)
     found = [Path(spec.origin).parents[1]] if spec and spec.origin else []
-    if NEXT and (Path(NEXT) / library).is_dir():
+    if library in unpacked:
         found.append(Path(NEXT))
     return found
 
@@ -94,6 +99,14 @@ def test_every_name_that_is_imported_is_in_the_librarys_sources(library: str) ->
     assert sites(library)
     missing = {str(site): list(absent(library, site)) for site in sites(library)}
     assert all(not names for names in missing.values()), missing
+
+
+def test_a_folder_without_unpacked_wheels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.contracts.test_next_release.NEXT", str(tmp_path))
+    with pytest.raises(AssertionError, match="has none of"):
+        sites("vllm")
 
 
 def test_a_name_that_a_release_no_longer_has_is_found(tmp_path: Path) -> None:

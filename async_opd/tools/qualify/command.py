@@ -1,6 +1,7 @@
 """``async_opd qualify``: its options, the order of rows, and what it prints.
 
-Exit codes: 0 all rows that could run have passed, 1 a row failed, 2 bad arguments.
+Exit codes: 0 all rows that could run have passed, 1 a row failed, is incomplete or was left for a
+later call, 2 bad arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ row for each such part of docs/status.md, the riskiest first, with its figures, 
 whether it passed. No network is used: models are made on the spot. Rows that need only torch and
 transformers run without ray, vllm and pydantic. On a machine without a GPU all rows run that need
 none, at small sizes. A second call with the same --out goes on after the rows that have ended.
+Exit code 0: all rows that could run have passed; 1: a row failed, or a further call is needed.
 
   async_opd qualify --out report.json
   async_opd qualify --out report.json --minutes 10
@@ -60,15 +62,21 @@ def _qualify(given: argparse.Namespace) -> int:
         message, remedy = f"cannot be written: {error}", "give another --out"
         raise ConfigError([Problem(str(given.out), "", message, remedy)]) from error
     harness.preload(machine["device"])
-    print(f"{machine['gpus']} GPUs; {machine['device_name']}", flush=True)
+    print(f"{_counted(machine['gpus'], 'GPU')}; {machine['device_name']}", flush=True)
     left = report.measure(names, again=bool(given.only), minutes=given.minutes or math.inf)
     outcomes = Counter(row["outcome"] for row in report.rows.values())
     print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
-    if left:
-        longest = max(ROWS[name].minutes for name in left)
-        print(f"{len(left)} rows are left: {', '.join(left)}")
+    incomplete = {name for name, row in report.rows.items() if row["outcome"] == harness.INCOMPLETE}
+    again = [name for name in ROWS if name in {*left, *incomplete}]
+    if again:
+        longest = max(ROWS[name].minutes for name in again)
+        print(f"{_counted(len(again), 'row')} left: {', '.join(again)}")
         print(f"    → run the same command again; the longest may take {longest:g} minutes")
-    return FAILED if outcomes[harness.FAILED] else OK
+    return FAILED if again or outcomes[harness.FAILED] else OK
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def _wanted(given: argparse.Namespace) -> list[str]:

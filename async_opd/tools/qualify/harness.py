@@ -3,8 +3,9 @@
     {"machine": GPUs, versions, "rows": {name: {"shows", "command", "criterion", "outcome", "why",
      "seconds", "cells", "output"}}}
 
-``outcome`` is ``passed``, ``failed`` or ``could not run``; ``why`` has the reasons of the last two;
-``output`` is the end of what a row that has not passed printed.
+``outcome`` is ``passed``, ``failed``, ``could not run``, or ``incomplete`` where the time was over
+before all cells were measured; ``why`` has the reasons of all but the first; ``output`` is the end
+of the output of a row that has not passed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,12 @@ from async_opd.config.device_defaults import ALLOCATOR
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.printable import escaped
-from async_opd.tools.qualify.rows import ROWS, GpuRow
+from async_opd.tools.qualify.rows import ROWS, GpuRow, named
 
-PASSED, FAILED, COULD_NOT = "passed", "failed", "could not run"
+PASSED, FAILED, COULD_NOT, INCOMPLETE = "passed", "failed", "could not run", "incomplete"
 GRACE_S = 10.0
-"""Seconds before its limit in which a row begins no further cell, and those in which what it had
-started may end after SIGTERM."""
+"""Seconds before its limit in which a row begins no further cell, and those in which its processes
+may end after SIGTERM."""
 MACHINE_S = 120.0
 OUTPUT_LINES = 60
 Found = dict[str, Any]
@@ -77,12 +79,18 @@ class ReportFile:
 
 
 def report_in(path: Path, machine: Found) -> ReportFile:
-    """The report that the file has, or a new one. ConfigError for one of another machine."""
-    if not path.exists():
-        return ReportFile(path, machine, {})
+    """The report that the file has, or a new one.
+
+    ConfigError for one of another machine, and for a path that cannot be read.
+    """
     try:
         report = json.loads(path.read_text())
         before, rows = dict(report["machine"]), dict(report["rows"])
+    except FileNotFoundError:
+        return ReportFile(path, machine, {})
+    except OSError as error:
+        message = f"cannot be read: {error.strerror}"
+        raise ConfigError([Problem(str(path), "", message, "give another --out")]) from error
     except (ValueError, KeyError, TypeError) as error:
         problem = Problem(
             str(path), "", f"is not a report of qualify: {error}", "give another --out"
@@ -105,7 +113,7 @@ def machine_of(gpus: int | None) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         ended = forked(log, MACHINE_S, _print_machine)
-        found = next((line for line in parsed(log) if "versions" in line), None)
+        found = next(parsed(log, "machine"), None)
         if found is None:
             cause = f"torch does not answer: {ended}\n{_tail(log)}"
             raise StageError("qualify", cause, "repair the installation of torch")
@@ -118,7 +126,7 @@ def machine_of(gpus: int | None) -> Found:
 def _print_machine() -> None:
     from async_opd.tools.qualify.measurements.measuring import machine
 
-    print(json.dumps(machine()), flush=True)
+    print(json.dumps({"machine": machine()}), flush=True)
 
 
 def lacking(row: GpuRow, machine: Found) -> str:
@@ -142,13 +150,15 @@ def measured(name: str, row: GpuRow, machine: Found, log: Path) -> Found:
         return {**about, "outcome": COULD_NOT, "why": [why_not], "cells": []}
     started, limit_s = time.monotonic(), 60 * row.minutes
     ended = forked(log, limit_s, lambda: _main(row, machine["device"], limit_s - GRACE_S))
-    cells = [line["cell"] for line in parsed(log) if "cell" in line]
+    cells = list(parsed(log, "cell"))
     skipped = [cell["skipped"] for cell in cells if "skipped" in cell]
+    later = [f"not reached: {named(cell)}" for cell in cells if "not_reached" in cell]
     if cells and len(skipped) == len(cells) and not ended:
         outcome, why = COULD_NOT, skipped
+    elif why := row.broken(cells, machine["device"]) + [ended] * bool(ended):
+        outcome = FAILED
     else:
-        why = row.broken(cells, machine["device"]) + [ended] * bool(ended)
-        outcome = FAILED if why else PASSED
+        outcome, why = INCOMPLETE if later else PASSED, later
     return {
         **about,
         "outcome": outcome,
@@ -200,25 +210,27 @@ def _end(process: Any) -> None:
 
 def _logged(log: Path, work: Callable[[], None]) -> None:
     os.setsid()
-    with log.open("w", buffering=1) as file:
+    with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-        sys.stdout = sys.stderr = file
-        work()
+    # stays open after the work: multiprocessing prints the traceback of its error there
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+    work()
 
 
-def parsed(log: Path) -> Iterator[Found]:
-    """The JSON objects that were printed, a line each."""
+def parsed(log: Path, kind: str) -> Iterator[Found]:
+    """The values of the objects ``{kind: value}`` that were printed, at most one a line."""
     for line in log.read_text(errors="replace").splitlines():
-        if line.startswith("{"):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+        at = line.find(f'{{"{kind}": ')  # a progress bar may stand before it
+        if at >= 0:
+            with suppress(ValueError):
+                yield json.JSONDecoder().raw_decode(line, at)[0][kind]
 
 
 def _tail(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line[:1] != "{"]
+    lines = [
+        line for line in log.read_text(errors="replace").splitlines() if '{"cell": ' not in line
+    ]
     return Redactor()("\n".join(lines[-OUTPUT_LINES:]))
 
 

@@ -1,4 +1,4 @@
-"""The rows of ``async_opd qualify``: what each shows, what it needs, and when it has passed."""
+"""The rows of ``async_opd qualify``: meaning, needs and criterion of each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from async_opd.config.precision import SCHEMES
 
 Cell = dict[str, Any]
-REASONS = ("skipped", "out_of_memory", "failed")
-"""The keys under which a cell without figures says why it has none."""
+REASONS = ("skipped", "not_reached", "out_of_memory", "failed")
+"""The keys under which a cell without figures says why it has none. ``not_reached``: the row's time
+was over."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The limits of a figure, in every cell that has it and the values ``of``.
+    """The limits of a figure, which every measured cell with the values ``of`` must have.
 
     ``gpu``: it is not for the small sizes of a CPU.
     """
@@ -34,12 +35,17 @@ class Bound:
         return f"{self.figure} {' and '.join(limits)}" + (f" ({where})" if where else "")
 
     def broken(self, cells: Sequence[Cell]) -> list[str]:
-        """A line for each cell beyond the limits; one if no cell has the figure."""
+        """A line for each cell beyond the limits or without the figure; one if there is no cell."""
         own = [cell for cell in cells if all(cell.get(key) == value for key, value in self.of)]
-        found = [cell[self.figure] for cell in own if self.figure in cell]
-        if not found:
+        measured = [cell for cell in own if not reason(cell)]
+        if not measured and not any("not_reached" in cell for cell in own):
             return [f"{self}: no cell has this figure"]
-        return [f"{self}: {one:g}" for one in found if not self.least <= one <= self.most]
+        lacking = [cell for cell in measured if self.figure not in cell]
+        found = [cell[self.figure] for cell in measured if self.figure in cell]
+        return [
+            *(f"{self}: not in the cell {named(cell)}" for cell in lacking),
+            *(f"{self}: {one:g}" for one in found if not self.least <= one <= self.most),
+        ]
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class GpuRow:
 
     ``minutes``: the most that it may take. ``gpus``: how many it needs; with ``cpu`` it runs on a
     machine without any, at a small size. ``packages``: those beside torch and transformers.
+    ``may_exhaust``: it passes although some cells need more memory than the GPU has.
     """
 
     shows: str
@@ -58,6 +65,7 @@ class GpuRow:
     cpu: bool = True
     packages: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    may_exhaust: bool = False
 
     def needs(self) -> str:
         """GPUs and packages, in words."""
@@ -66,11 +74,13 @@ class GpuRow:
 
     def criterion(self) -> str:
         """When the row has passed, in words."""
-        return "; ".join(["no cell failed", *map(str, self.bounds)])
+        memory = "" if self.may_exhaust else " or ran out of memory"
+        return "; ".join([f"no cell failed{memory}", *map(str, self.bounds)])
 
     def broken(self, cells: Sequence[Cell], device: str) -> list[str]:
         """Why the row has not passed with these cells; empty if it has."""
-        failed = [f"{named(cell)}: {cell['failed']}" for cell in cells if "failed" in cell]
+        fatal = ("failed",) if self.may_exhaust else ("failed", "out_of_memory")
+        failed = [f"{named(cell)}: {cell[key]}" for cell in cells for key in fatal if key in cell]
         bounds = [bound for bound in self.bounds if device == "cuda" or not bound.gpu]
         return failed + [line for bound in bounds for line in bound.broken(cells)]
 
@@ -95,7 +105,20 @@ RUN_BOUNDS = (
 )
 """Of every run: all its steps, each weight sync proven fresh, engines that compute as the trainer.
 """
-MESH_BOUNDS = (Bound("difference", 0.5), Bound("communicator_gib", 0.5, gpu=True))
+MESH = (("what", "mesh"),)
+MESH_BOUNDS = (
+    Bound("difference", 0.5, of=MESH),
+    Bound("norm_ratio", 1.05, 0.95, of=MESH),
+    Bound("communicator_gib", 0.5, of=MESH, gpu=True),
+)
+SYNC_BOUNDS = (
+    Bound("wrong", 0, of=(("what", "sync"),)),
+    Bound("ends_s", 30, of=(("what", "dies"),)),
+)
+STEP_BOUNDS = (
+    Bound("peak_ratio", 1.1, 0.9, of=(("what", "step"),), gpu=True),
+    Bound("check_s", 120, of=(("what", "check"),)),
+)
 
 ROWS = {
     "streams": GpuRow(
@@ -107,6 +130,7 @@ ROWS = {
         (
             Bound("wrong_trained", 0, of=(("threads", "own"), ("event", "waits"))),
             Bound("wrong_received", 0, of=(("threads", "own"), ("event", "waits"))),
+            Bound("wrong_received", least=1, of=(("event", "none"),), gpu=True),
         ),
     ),
     "nccl": GpuRow(
@@ -114,7 +138,7 @@ ROWS = {
         "time, and the abort when the receiver was killed",
         "weights",
         4,
-        (Bound("wrong", 0), Bound("ends_s", 30)),
+        SYNC_BOUNDS,
         gpus=2,
         cpu=False,
         packages=("vllm",),
@@ -139,7 +163,7 @@ ROWS = {
         "afterwards",
         "engines",
         4,
-        (Bound("same", least=1), Bound("asleep_gib", 2, gpu=True)),
+        (Bound("same_first", least=0.95), Bound("asleep_gib", 2, gpu=True)),
         packages=ENGINES,
         given=("sleep",),
     ),
@@ -147,7 +171,7 @@ ROWS = {
         "the same of an engine of two workers (tensor parallel)",
         "engines",
         4,
-        (Bound("same", least=1), Bound("asleep_gib", 2, gpu=True)),
+        (Bound("same_first", least=0.95), Bound("asleep_gib", 2.5, gpu=True)),
         gpus=2,
         cpu=False,
         packages=ENGINES,
@@ -253,9 +277,13 @@ ROWS = {
         "of eager layers, time, memory",
         "rank",
         6,
-        (Bound("apart", 0.05),),
+        (
+            Bound("compiled", least=1, of=(("what", "step"),)),
+            Bound("apart", 0.05, of=(("what", "step"), ("shape", "qwen3-0.6b"))),
+        ),
         cpu=False,
         given=("compiled",),
+        may_exhaust=True,
     ),
     "families": GpuRow(
         "packed rows of tiny students of 22 families, by kind of attention (flash-attn and flex "
@@ -270,7 +298,7 @@ ROWS = {
         "memory: time of copies from memory that is not pinned, and digests at the receiver",
         "weights",
         3,
-        (Bound("wrong", 0), Bound("ends_s", 30)),
+        SYNC_BOUNDS,
     ),
     "noise": GpuRow(
         "the freshness proof's held rows: the trainer's log-probabilities against the same "
@@ -288,17 +316,19 @@ ROWS = {
         "product of matrices, memory beside the planner's; where the time of a pass goes",
         "rank",
         8,
-        (Bound("peak_ratio", 1.1, 0.9, gpu=True), Bound("check_s", 120)),
+        STEP_BOUNDS,
+        may_exhaust=True,
     ),
     "flash": GpuRow(
         "training steps with flash-attn, also with selective recomputation: the check of packed "
         "logits, time, memory beside the planner's",
         "rank",
         1.5,
-        (Bound("peak_ratio", 1.1, 0.9), Bound("check_s", 120)),
+        STEP_BOUNDS,
         cpu=False,
         packages=("flash_attn",),
         given=("flash",),
+        may_exhaust=True,
     ),
     "state": GpuRow(
         "weights and moments moved to pinned host memory and back, captured for a checkpoint, "
@@ -306,7 +336,10 @@ ROWS = {
         "and in fewer bits; digests; the same pass twice",
         "state",
         3,
-        (Bound("wrong", 0),),
+        tuple(
+            Bound("wrong", 0, of=(("what", kind),))
+            for kind in ("checkpoint", "offloaded", "digests", "stored")
+        ),
     ),
     "fsdp": GpuRow(
         "a student sharded with FSDP2 on a mesh of one over NCCL, against no mesh",
@@ -319,7 +352,7 @@ ROWS = {
         " without CUDA graphs",
         "engines",
         9,
-        (Bound("share_of_best", least=0.9, of=(("settings", "as configured"),), gpu=True),),
+        (Bound("share_of_best", least=0.9, of=(("what", "share"),), gpu=True),),
         packages=ENGINES,
         given=("speed",),
     ),
@@ -335,7 +368,7 @@ ROWS = {
             Bound("ours_loss", 1e-3, of=(("dtype", "bfloat16"),)),
             Bound("ours_hidden", 0.02, of=(("dtype", "bfloat16"),)),
             Bound("ours_weight", 0.02, of=(("dtype", "bfloat16"),)),
-            Bound("floor_ratio", 2.5, gpu=True),
+            Bound("floor_ratio", 2.5, of=(("what", "speed"),), gpu=True),
         ),
     ),
     "scoring": GpuRow(
@@ -352,8 +385,8 @@ ROWS = {
         1,
         (
             Bound("gb_per_s", least=10, of=(("way", "pinned, made once"),), gpu=True),
-            Bound("pinned_ratio", 2, gpu=True),
-            Bound("context_gib", 1, gpu=True),
+            Bound("pinned_ratio", 2, 1, of=(("of", "pinned"),), gpu=True),
+            Bound("context_gib", 1, of=(("of", "context"),), gpu=True),
         ),
     ),
     "cluster": GpuRow(

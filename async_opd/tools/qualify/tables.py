@@ -22,7 +22,7 @@ ROWS_BEGIN, ROWS_END = "<!-- rows: begin -->\n", "\n<!-- rows: end -->"
 
 
 def rows_table() -> str:
-    """The rows of qualify: what each shows, what it needs, and when it has passed."""
+    """The rows of qualify: meaning, needs and criterion of each."""
     head = "| row | shows | minutes, at most | needs | passes if |\n|---|---|---|---|---|\n"
     return head + "\n".join(
         f"| `{name}` | {row.shows} | {row.minutes:g} | {row.needs()} | {row.criterion()} |"
@@ -40,7 +40,8 @@ def document(report: dict[str, Any]) -> str:
     machine = report["machine"]
     memory = f" ({machine['device_gib']} GiB)" if "device_gib" in machine else ""
     versions = ", ".join(f"{key} {value}" for key, value in machine["versions"].items())
-    head = f"{machine['gpus']} GPUs, {machine['device_name']}{memory}; {versions}"
+    count = machine["gpus"]
+    head = f"{count} GPU{'s' * (count != 1)}, {machine['device_name']}{memory}; {versions}"
     parts = [head, *(part(name, row) for name, row in report["rows"].items() if row["cells"])]
     missing = list(unmeasured(report["rows"]))
     if missing:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +64,47 @@ def silent(report: Any) -> None:
     """Measures nothing."""
 
 
-KINDS = (right, wrong, raising, dying, hanging, skipping, silent)
+def breaking(report: Any) -> None:
+    """Raises outside of its cells."""
+    right(report)
+    raise KeyError("gone")
+
+
+def slow(report: Any) -> None:
+    """Its second cell would take longer than is left."""
+    right(report)
+    report.longest = report.seconds
+    report.cell(lambda: {"wrong": 3}, what="the next")
+
+
+def exhausting(report: Any) -> None:
+    import torch
+
+    def large() -> dict[str, Any]:
+        raise torch.OutOfMemoryError("tried to allocate 99 GiB")
+
+    right(report)
+    report.cell(large, what="large")
+
+
+def after_a_progress_bar(report: Any) -> None:
+    print("loading: 50%", end="", flush=True)
+    right(report)
+
+
+KINDS = (
+    right,
+    wrong,
+    raising,
+    dying,
+    hanging,
+    skipping,
+    silent,
+    breaking,
+    slow,
+    exhausting,
+    after_a_progress_bar,
+)
 
 
 @pytest.fixture
@@ -76,6 +117,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, GpuRow]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         minutes = 0.03 if kind is hanging else 1.0
         own[kind.__name__] = GpuRow("a test", kind.__name__, minutes, (Bound("wrong", 0),))
+    own["greedy"] = replace(own["exhausting"], may_exhaust=True)
     own["absent"] = GpuRow("a test", "right", 1, (), packages=("no_such_package",))
     own["two_gpus"] = GpuRow("a test", "right", 1, (), gpus=2, cpu=False)
     for module in (command, harness, rows):
@@ -112,6 +154,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("table")]
         ("dying", "failed", "exit code 7"),
         ("hanging", "failed", "stopped after its 2 s"),
         ("silent", "failed", "no cell has this figure"),
+        ("breaking", "failed", "exit code 1"),
+        ("slow", "incomplete", "not reached: what the next"),
+        ("exhausting", "failed", "what large: tried to allocate 99 GiB"),
+        ("greedy", "passed", ""),
+        ("after_a_progress_bar", "passed", ""),
         ("skipping", "could not run", "flash-attn is not installed"),
         ("absent", "could not run", "it needs no_such_package, not installed here"),
         ("two_gpus", "could not run", "it needs 2 GPUs, and torch finds 0"),
@@ -121,7 +168,7 @@ def test_a_row_has_its_outcome_and_why(name: str, outcome: str, why: str, tmp_pa
     code, found = qualified(tmp_path, "--only", name)
     assert found[name]["outcome"] == outcome
     assert why in "".join(found[name]["why"])
-    assert code == (outcome == "failed")
+    assert code == (outcome in ("failed", "incomplete"))
 
 
 def test_the_report_has_the_cells_from_before_a_failure_and_the_end_of_the_output(
@@ -130,6 +177,24 @@ def test_the_report_has_the_cells_from_before_a_failure_and_the_end_of_the_outpu
     _, found = qualified(tmp_path, "--only", "dying")
     assert found["dying"]["cells"] == [{"what": "it", "wrong": 0}]
     assert "the last words" in found["dying"]["output"]
+
+
+def test_the_output_has_the_traceback_of_an_error_outside_of_cells(tmp_path: Path) -> None:
+    _, found = qualified(tmp_path, "--only", "breaking")
+    assert "KeyError: 'gone'" in found["breaking"]["output"]
+
+
+def test_an_incomplete_row_is_measured_again_by_a_second_call(
+    tmp_path: Path, table: dict[str, GpuRow], capsys: pytest.CaptureFixture[str]
+) -> None:
+    qualified(tmp_path, "--only", "slow")
+    assert "1 row left: slow\n    → run the same command again" in capsys.readouterr().out
+    table["slow"] = replace(table["slow"], module="right")
+    for name in [name for name in table if name != "slow"]:
+        del table[name]
+    code, found = qualified(tmp_path)
+    assert found["slow"]["outcome"] == "passed"
+    assert code == 0
 
 
 def test_all_rows_are_measured_although_some_fail(tmp_path: Path, table: dict[str, GpuRow]) -> None:
@@ -162,16 +227,21 @@ def test_a_failed_row_is_measured_again_where_it_is_named(tmp_path: Path) -> Non
 
 
 def test_rows_for_which_there_is_no_time_are_left_for_the_next_call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    table: dict[str, GpuRow],
 ) -> None:
     moments = iter([0.0])
     clock = ModuleType("clock")
     clock.monotonic = lambda: next(moments, 30.0)  # type: ignore[attr-defined]
     monkeypatch.setattr(harness, "time", clock)
-    code, found = qualified(tmp_path, "--only", "right,hanging", "--minutes", "1")
-    assert list(found) == ["hanging"]  # the other may take a minute, and 30 s are left
-    assert "1 rows are left: right" in capsys.readouterr().out
-    assert code == 1
+    table["quick"] = replace(table["right"], minutes=0.4)
+    code, found = qualified(tmp_path, "--only", "right,quick", "--minutes", "1")
+    assert found["quick"]["outcome"] == "passed"
+    assert list(found) == ["quick"]  # the other may take a minute, and 30 s are left
+    assert "1 row left: right" in capsys.readouterr().out
+    assert code == 1  # although no row has failed
 
 
 @pytest.mark.parametrize(
@@ -200,13 +270,20 @@ def test_bad_arguments_are_refused_with_exit_code_2(
         ),
     ],
 )
-def test_a_file_that_is_no_report_of_this_machine_is_refused(
+def test_a_file_that_is_not_a_report_of_this_machine_is_refused(
     content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "report.json").write_text(content)
     assert main(["qualify", "--out", str(tmp_path / "report.json")]) == 2
     assert says in capsys.readouterr().err
     assert (tmp_path / "report.json").read_text() == content
+
+
+def test_a_folder_in_place_of_the_report_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["qualify", "--out", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_a_folder_that_does_not_exist_is_refused(

@@ -61,6 +61,7 @@ def test_two_ranks_train_as_one(name: str, report: dict[str, Any]) -> None:
     _, *ways = report["rows"][name]["cells"]
     assert [cell["way"] for cell in ways] == list(ROWS[name].given)
     assert max(cell["difference"] for cell in ways) < 1e-3
+    assert [cell["norm_ratio"] for cell in ways] == pytest.approx([1.0] * len(ways), rel=1e-3)
 
 
 def test_a_killed_receiver_ends_the_send(report: dict[str, Any]) -> None:
@@ -73,3 +74,7 @@ def test_a_mesh_of_one_trains_as_no_mesh(report: dict[str, Any]) -> None:
     cells = report["rows"]["fsdp"]["cells"]
     assert [cell["mesh"] for cell in cells] == ["none", "1, gloo"]
     assert cells[1]["difference"] < 1e-3
+
+
+def test_pinned_memory_is_measured_before_any_other_is_pinned(report: dict[str, Any]) -> None:
+    assert report["rows"]["snapshot"]["cells"][0]["of"] == "pinned"

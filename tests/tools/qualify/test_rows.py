@@ -12,18 +12,21 @@ from async_opd.checks import gpu_memory, resources
 from async_opd.config.load import load_config
 from async_opd.memory import pools
 from async_opd.tools.qualify import tables
-from async_opd.tools.qualify.rows import ROWS, Bound
+from async_opd.tools.qualify.rows import ROWS, Bound, Cell
 
 ROOT = Path(__file__).parents[3]
 STATUS = (ROOT / "docs" / "status.md").read_text()
 
 
-NOT_YET = ": Gemma 3, the memory that images take (no row of `qualify` yet)"
+NOT_YET = (
+    ": Gemma 3, the memory that images take (no row of `qualify` yet)",
+    ": a worker that fails on a GPU (no row of `qualify` yet)",
+)
 UNPROVEN = [line for line in STATUS.splitlines() if line.startswith("| ") and "nothing" in line]
 
 
 @pytest.mark.parametrize("line", UNPROVEN, ids=lambda line: line[2:60])
-def test_what_nothing_shows_has_its_rows_in_qualify(line: str) -> None:
+def test_a_part_without_proof_has_its_rows_in_qualify(line: str) -> None:
     _, *after = line.split("nothing")
     for part in after:
         named = re.search(r"`qualify` rows? ((?:`\w+`,? ?)+)", part)
@@ -67,11 +70,16 @@ def test_every_row_has_a_criterion() -> None:
         ([{"x": 2.5}, {"x": 1.0}], ["x at least 1 and at most 2: 2.5"]),
         ([{"x": 0.5}], ["x at least 1 and at most 2: 0.5"]),
         ([{"x": float("nan")}], ["x at least 1 and at most 2: nan"]),
-        ([{"y": 1.0}], ["x at least 1 and at most 2: no cell has this figure"]),
+        ([{"y": 1.0}], ["x at least 1 and at most 2: not in the cell y 1.0"]),
+        ([{"x": 1.0}, {"y": 1.0}], ["x at least 1 and at most 2: not in the cell y 1.0"]),
+        ([{"x": 1.0}, {"y": 1.0, "skipped": "flash-attn is absent"}], []),
+        ([{"skipped": "no GPU"}], ["x at least 1 and at most 2: no cell has this figure"]),
+        ([], ["x at least 1 and at most 2: no cell has this figure"]),
+        ([{"not_reached": "the row has 60 seconds"}], []),
     ],
 )
 def test_a_bound_is_broken_by_a_figure_beyond_it_and_by_none(
-    cells: list[dict[str, float]], broken: list[str]
+    cells: list[Cell], broken: list[str]
 ) -> None:
     assert Bound("x", 2, 1).broken(cells) == broken
 
@@ -83,10 +91,12 @@ def test_a_bound_of_some_cells_does_not_hold_for_others() -> None:
 
 
 def test_the_bounds_of_the_planner_are_those_of_the_rows() -> None:
-    bounds = {bound.figure: bound.most for row in ROWS.values() for bound in row.bounds}
-    assert bounds["context_gib"] == pools.CONTEXT / 2**30
-    assert bounds["communicator_gib"] == pools.COMMUNICATOR / 2**30
-    assert bounds["asleep_gib"] == gpu_memory.ASLEEP / 2**30
+    bounds = {(name, one.figure): one.most for name, row in ROWS.items() for one in row.bounds}
+    assert bounds["snapshot", "context_gib"] == pools.CONTEXT / 2**30
+    assert bounds["ranks", "communicator_gib"] == pools.COMMUNICATOR / 2**30
+    assert bounds["sleep", "asleep_gib"] == gpu_memory.ASLEEP / 2**30
+    of_two = gpu_memory.ASLEEP + pools.COMMUNICATOR
+    assert bounds["parallel_sleep", "asleep_gib"] == of_two / 2**30
 
 
 @pytest.mark.slow
@@ -99,6 +109,35 @@ def test_the_configs_of_runs_take_the_gpus_that_the_row_says(name: str) -> None:
         config = load_config(str(ROOT / "examples" / "quickstart.yaml"), overrides)
         gpus = sum(pool.gpus for pool in resources.pools(config))
         assert gpus == ROWS[name].gpus or name == "cluster"
+
+
+STREAMS = [
+    {"transport": sender, "threads": "own", "event": event, "wrong_trained": 0, "wrong_received": n}
+    for sender in ("vllm", "own")
+    for event, n in (("none", 512), ("waits", 0))
+]
+
+
+def test_a_planted_fault_that_no_tensor_shows_fails_the_row_of_streams_on_a_gpu() -> None:
+    assert ROWS["streams"].broken(STREAMS, "cuda") == []
+    harmless = [{**cell, "wrong_received": 0} for cell in STREAMS]
+    assert len(ROWS["streams"].broken(harmless, "cuda")) == 2
+    assert ROWS["streams"].broken(harmless, "cpu") == []
+
+
+def test_layers_that_were_not_compiled_fail_their_row() -> None:
+    cell = {"what": "step", "shape": "qwen3-0.6b", "apart": 0.0, "compiled": True}
+    assert ROWS["compiled"].broken([cell], "cuda") == []
+    eager = {**cell, "compiled": False}
+    assert ROWS["compiled"].broken([eager], "cuda") == ["compiled at least 1 (what step): 0"]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0, float("nan")])
+def test_a_gradient_of_a_wrong_scale_fails_the_row_of_ranks(ratio: float) -> None:
+    cell = {"what": "mesh", "difference": 0.01, "norm_ratio": 1.0, "communicator_gib": 0.3}
+    alone = {"what": "alone", "gradient_norm": 2.0}
+    assert ROWS["ranks"].broken([alone, cell], "cuda") == []
+    assert len(ROWS["ranks"].broken([alone, {**cell, "norm_ratio": ratio}], "cuda")) == 1
 
 
 def test_the_document_has_the_rows_as_the_code_has_them() -> None:
@@ -134,7 +173,7 @@ def test_a_report_is_rendered_with_its_failures_and_what_did_not_run(tmp_path: P
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert "1 GPUs, H200 (139.8 GiB); torch 2.13" in text
+    assert "1 GPU, H200 (139.8 GiB); torch 2.13" in text
     assert "| gloo | 2 |  |\n| nccl |  | skipped: a / b |" in text
     assert "- weights: failed: wrong at most 0: 2\n" in text
     assert "- absent: could not run: it needs vllm\n" in text

@@ -9,7 +9,9 @@ ranks of a mesh of two are processes, each on another GPU; all train the same sa
     backward_ms    forward and backward pass of all micro-batches of a step
     weights_ms     gathering all weights for the engines (``Rank.weights``)
     peak_gib       most memory of torch's tensors
-    communicator_gib  GPU memory that the first collective takes, for each rank
+    norm_ratio     norm of the first step's gradient over that of the lone rank: a gradient that is
+                   scaled wrongly makes nearly the same steps of AdamW
+    communicator_gib  GPU memory that the first collective takes on the first rank's GPU
 """
 
 from __future__ import annotations
@@ -82,8 +84,9 @@ def trained(device: torch.device, mesh: Any, way: Way) -> tuple[Figures, Rank]:
     half = len(batch[own]) // 2 or 1
     parts = [batch[own][:half], batch[own][half:]]
     work = [MicroBatch(tuple(p), (TokenWeight(1 / tokens),) * len(p)) for p in parts if p]
+    norms = []
     for _ in range(STEPS):
-        rank.backward(work)
+        norms.append(rank.backward(work).norm)
         rank.apply(RATE)
 
     def backward() -> None:
@@ -93,6 +96,7 @@ def trained(device: torch.device, mesh: Any, way: Way) -> tuple[Figures, Rank]:
     ms = milliseconds(device, backward, repeats=3, warm_up=1)
     used = rank.apply(None)
     found = {
+        "gradient_norm": norms[0],
         "tokens_per_s": tokens / ms * 1e3,
         "backward_ms": ms,
         "weights_ms": milliseconds(device, lambda: list(rank.weights()), repeats=3, warm_up=1),
@@ -122,10 +126,10 @@ def on_mesh(kind: str, ranks: int, way: Way) -> tuple[Figures, Weights]:
         other.start()
     try:
         device = device_of(kind, 0)
-        before = used_gib()
+        before = used_gib()  # a context is there already
         mesh = join_mesh(spec_of(0, ranks, port, listener.detach()), device)  # the store closes it
         torch.distributed.all_reduce(torch.ones(1, device=device))
-        taken = {"communicator_gib": (used_gib() - before) / ranks} if kind == "cuda" else {}
+        taken = {"communicator_gib": used_gib()[0] - before[0]} if kind == "cuda" else {}
         figures, rank = trained(device, mesh, way)
         return {**figures, **rounded(taken)}, weights_of(rank)
     finally:
@@ -154,23 +158,28 @@ def main(report: Report, *ways: str) -> None:
     """The WAYS of these names on two ranks; without any, a mesh of one."""
     device = report.device
     ranks = 2 if ways else 1
-    lone: list[Weights] = []
+    lone: list[tuple[float, Weights]] = []
 
     def alone() -> Figures:
         figures, rank = trained(device, None, {})
-        lone.append(weights_of(rank))
+        lone.append((figures["gradient_norm"], weights_of(rank)))
         return figures
 
     def compared(way: Way) -> Figures:
         figures, weights = on_mesh(device.type, ranks, way)
         first = dict(student(SIZES[device.type][0], device).named_parameters())
         start = {name: weight.detach().float().cpu() for name, weight in first.items()}
-        return {**figures, **rounded({"difference": difference(lone[0], weights, start)}, 3)}
+        norm, other = lone[0]
+        found = {
+            "difference": difference(other, weights, start),
+            "norm_ratio": figures["gradient_norm"] / norm,
+        }
+        return {**figures, **rounded(found, 3)}
 
     shape, tokens, _ = SIZES[device.type]
-    report.cell(alone, mesh="none", shape=shape, tokens=tokens)
+    report.cell(alone, what="alone", mesh="none", shape=shape, tokens=tokens)
     backend = "nccl" if device.type == "cuda" else "gloo"
     for name in ways or ("sharded",):
         mesh = f"{ranks}, {backend}"
         work = partial(compared, WAYS[name])
-        report.cell(work, mesh=mesh, way=name, shape=shape, tokens=tokens)
+        report.cell(work, what="mesh", mesh=mesh, way=name, shape=shape, tokens=tokens)

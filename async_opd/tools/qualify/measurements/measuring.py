@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import platform
 import statistics
 import time
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 
 import async_opd
+from async_opd.config.device_defaults import ALLOCATOR
 from async_opd.config.secrets import Redactor
+from async_opd.observability.loggers.environment import cpu_name
 from trainer.notes import drain_notes
 
 GIB = float(1 << 30)
@@ -37,7 +40,7 @@ def machine() -> Figures:
         memory = torch.cuda.get_device_properties(device).total_memory
         found["device_gib"] = round(memory / GIB, 1)
     else:
-        found["device_name"] = platform.processor() or platform.machine()
+        found["device_name"] = cpu_name()
     return {**found, "versions": versions(device)}
 
 
@@ -65,20 +68,27 @@ class Report:
     cells: list[Figures] = field(default_factory=list)
     failed: bool = False
     started: float = field(default_factory=time.perf_counter)
+    longest: float = 0.0
+    """Seconds of the longest cell so far."""
 
     def cell(self, work: Callable[[], Figures], **what: Any) -> None:
         """Measures one cell, which ``what`` names.
 
         ``notes`` are the trainer's lines for ``run.log``. A cell without figures says why:
-        ``skipped`` (a reason that was known before, a Skip), or ``out_of_memory``, or ``failed``,
-        after which the row has failed. A figure that is None is left out.
+        ``skipped`` (a reason that was known before, a Skip), ``not_reached`` (less of the row's
+        time is left than its longest cell took), ``out_of_memory``, or ``failed``, after which the
+        row has failed. A figure that is None is left out. Texts are redacted.
         """
-        if time.perf_counter() - self.started > self.seconds:
-            found: Figures = {"skipped": f"its {self.seconds:g} seconds were over"}
+        began = time.perf_counter()
+        if began + self.longest > self.started + self.seconds:
+            found: Figures = {"not_reached": f"the row has {self.seconds:g} seconds"}
         else:
             found = _figures(work)
+            self.longest = max(self.longest, time.perf_counter() - began)
         if notes := drain_notes():
             found["notes"] = "; ".join(notes)
+        redact = Redactor()
+        found = {k: redact(v) if isinstance(v, str) else v for k, v in found.items()}
         self.failed |= "failed" in found
         self.cells.append({**what, **{key: v for key, v in found.items() if v is not None}})
         print(json.dumps({"cell": self.cells[-1]}), flush=True)
@@ -141,10 +151,20 @@ def peak_gib(device: torch.device, work: Callable[[], object]) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / GIB
 
 
-def used_gib() -> float:
-    """Memory in use of all GPUs that this process may use, by whichever process; 0 on a CPU."""
+def used_gib() -> list[float]:
+    """Memory in use of each GPU that this process may use, by whichever process."""
     infos = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
-    return sum(total - free for free, total in infos) / GIB
+    return [(total - free) / GIB for free, total in infos]
+
+
+def without_trainers_allocator(device: torch.device) -> None:
+    """Takes the trainer's settings of torch's allocator from this process: engines inherit them.
+
+    Other values, which the user has set, stay.
+    """
+    for key, value in ALLOCATOR[device.type].items():
+        if os.environ.get(key) == value:
+            del os.environ[key]
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:

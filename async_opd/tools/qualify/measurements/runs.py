@@ -13,11 +13,12 @@ trainer and the weight syncs are those of any run; every sync is proven fresh.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +28,13 @@ from async_opd.api import Callback, distil
 from async_opd.config.precision import SCHEMES
 from async_opd.core.errors import ConfigError
 from async_opd.tools.first_steps.command import CONFIG, packaged
-from async_opd.tools.qualify.measurements.measuring import Figures, Report, Skip, rounded
+from async_opd.tools.qualify.measurements.measuring import (
+    Figures,
+    Report,
+    Skip,
+    rounded,
+    without_trainers_allocator,
+)
 
 STEPS = 6
 SHORT = (
@@ -81,8 +88,30 @@ class KeptMetrics(Callback):
         self.rows.append(metrics)
 
     def values(self, name: str) -> list[float]:
-        """Of a metric, in the rows that have it; [nan] without any."""
-        return [row[name] for row in self.rows if name in row] or [float("nan")]
+        """Of a metric, in the rows that have it."""
+        return [row[name] for row in self.rows if name in row]
+
+    def most(self, name: str) -> float | None:
+        """The largest value of a metric; None without any."""
+        return largest(self.values(name))
+
+    def median(self, name: str) -> float | None:
+        """The median of a metric; None without any."""
+        found = self.values(name)
+        return statistics.median(found) if found else None
+
+
+def largest(values: Sequence[float]) -> float | None:
+    """The largest value, nan if one is nan; None without any."""
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return max(values, default=None)
+
+
+def shares(values: Sequence[float], limits: Sequence[float]) -> list[float]:
+    """Of each limit; beyond a limit of 0 a share is infinite."""
+    pairs = zip(values, limits, strict=True)
+    return [one / most if most else math.inf if one else 0.0 for one, most in pairs]
 
 
 def mixture(folder: Path, student: Path) -> str:
@@ -100,7 +129,11 @@ def mixture(folder: Path, student: Path) -> str:
 
 
 def run(name: str, device: torch.device) -> Figures:
-    """One run. Skip where its config is refused; RuntimeError if it did not complete."""
+    """One run. RuntimeError if it did not complete.
+
+    Skip without a cluster to join, and where the config refuses a scheme of quantization, of which
+    this GPU may lack the kernel.
+    """
     if name == "cluster" and not os.environ.get("RAY_ADDRESS"):
         raise Skip("RAY_ADDRESS names no cluster of several machines to join")
     kept, config = KeptMetrics(), packaged() / CONFIG
@@ -114,25 +147,28 @@ def run(name: str, device: torch.device) -> Figures:
         try:
             summary = distil(config, callbacks=[kept], overrides=overrides)
         except ConfigError as error:
+            if not name.startswith("quantized: "):
+                raise
             raise Skip(str(error)) from error
     if summary.status != "completed":
         raise RuntimeError(f"the run ended as {summary.status}: {summary.error}")
     far, limit = kept.values("sync/freshness_nats"), kept.values("sync/freshness_limit_nats")
-    shares = [one / most if most else one for one, most in zip(far, limit, strict=True)]
-    figures = {
-        "steps": summary.steps,
-        "wrong_weights": max(kept.values("sync/wrong_weights")),
-        "freshness_share": max(shares),
-        "mismatch_error": max(kept.values("mismatch/error")),
-        "sync_s": statistics.median(kept.values("sync/seconds")),
-        "transfer_s": statistics.median(kept.values("sync/transfer_s")),
-        "tokens_per_s": max(kept.values("train/tokens_per_s")),
-        "gpu_memory_outside_gib": max(kept.values("train/gpu_memory_outside_gib")),
-    }
-    return rounded({key: value for key, value in figures.items() if value == value})
+    return rounded(
+        {
+            "steps": summary.steps,
+            "wrong_weights": kept.most("sync/wrong_weights"),
+            "freshness_share": largest(shares(far, limit)),
+            "mismatch_error": kept.most("mismatch/error"),
+            "sync_s": kept.median("sync/seconds"),
+            "transfer_s": kept.median("sync/transfer_s"),
+            "tokens_per_s": kept.most("train/tokens_per_s"),
+            "gpu_memory_outside_gib": kept.most("train/gpu_memory_outside_gib"),
+        }
+    )
 
 
 def main(report: Report, *names: str) -> None:
     """The RUNS of these names."""
+    without_trainers_allocator(report.device)
     for name in names:
         report.cell(partial(run, name, report.device), what="run", run=name)

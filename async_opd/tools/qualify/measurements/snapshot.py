@@ -7,8 +7,8 @@ tensors that are made once, and into new ones.
     ms         until the device and the host are done
     queued_ms  until the call returns: what a training thread would wait for
 
-Then what no allocator counts: ``context_gib``, a second process's CUDA context; ``pinned_ratio``,
-the host memory that torch pins for tensors over their bytes.
+Then memory that no allocator of the GPU counts: ``context_gib``, a second process's CUDA context;
+``pinned_ratio``, the host memory that torch pins for tensors over their bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Copy = Callable[[], object]
 
 
 def copies(weights: list[torch.Tensor]) -> dict[str, Callable[[], Copy]]:
-    """By name, what makes a way of copying; making it is not measured."""
+    """Makers of the ways of copying, by name; making one is not measured."""
 
     def into(pinned: bool) -> Copy:
         if pinned and not weights[0].is_cuda:
@@ -96,14 +96,14 @@ def context(device: torch.device) -> Figures:
     """Of another process."""
     if device.type != "cuda":
         raise Skip("a CUDA context needs a GPU")
-    before, spawn = used_gib(), multiprocessing.get_context("spawn")
+    before, spawn = used_gib()[0], multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=hold_context, args=(there,), daemon=True)
     process.start()
     try:
         if not here.poll(TIMEOUT_S):
             raise TimeoutError(f"the process has made no context within {TIMEOUT_S:g} s")
-        return rounded({"context_gib": used_gib() - before})
+        return rounded({"context_gib": used_gib()[0] - before})
     finally:
         process.kill()
         process.join()
@@ -116,6 +116,8 @@ def main(report: Report) -> None:
     rank = rank_of(student(shape, device), device)
     weights = [weight for _, weight in rank.weights()]
     gib = round(sum(weight.nbytes for weight in weights) / (1 << 30), 3)
+    # first: memory that is freed later stays pinned, and would be taken again
+    report.cell(partial(pinned, device), what="bytes", of="pinned")
     report.cell(
         lambda: rounded({"ms": milliseconds(device, lambda: list(rank.weights()), 3, 1)}),
         way="Rank.weights",
@@ -124,5 +126,4 @@ def main(report: Report) -> None:
     )
     for name, make in copies(weights).items():
         report.cell(partial(measure, make, weights, device), way=name, shape=shape, gib=gib)
-    report.cell(partial(pinned, device), what="bytes", of="pinned")
     report.cell(partial(context, device), what="bytes", of="context")
