@@ -106,6 +106,9 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     rank.sight = sight_of(config, student.model, device)
     if config.sync.fake_quantization is not None:
         rank.sent = SentMatrices(wire_dtype, config.sync.fake_quantization)
+        if config.sync.verify_every:
+            with rank.sent.within(student.model):
+                pass  # a matrix that it cannot compute with is refused before the first step
     rank.recorder = recorder_of(config, 0 if spec is None else spec.rank)
     if config.log.replay:
         number, ranks = (0, 1) if spec is None else (spec.rank, spec.ranks)

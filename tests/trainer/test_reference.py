@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from async_opd.config.load import load_config
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
@@ -15,6 +18,7 @@ from async_opd.weight_sync.layout import Reference, held_rows
 from benchmarks.local_ranks import in_processes
 from tests.engines import reference_logprobs
 from tests.trainer.models import VOCABULARY, bare_stage, new_rank, random_sample, tiny_model
+from trainer.build import build_rank
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.publisher import Publisher
@@ -27,6 +31,7 @@ from trainer.student.sharding import lone_mesh
 
 CPU = torch.device("cpu")
 ROWS = held_rows(VOCABULARY, 60)
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
 
 def learner(model: Any, dtype: str = "float32") -> Learner:
@@ -105,10 +110,18 @@ def test_a_rounded_matrix_outside_of_linear_layers_is_refused_by_name() -> None:
     student.experts = torch.nn.Module()
     student.experts.down_proj = torch.nn.Parameter(torch.ones(2, 3, 3))
     with (
-        pytest.raises(StageError, match=r"experts\.down_proj is not of a linear layer"),
+        pytest.raises(StageError, match=r"experts\.down_proj is not the matrix of a linear layer"),
         SentMatrices(torch.float32, "int4_group32").within(student),
     ):
         pass
+
+
+def test_a_student_with_such_a_matrix_is_refused_when_it_is_built(tmp_path: Path) -> None:
+    tiny = GPT2Config(vocab_size=128, n_positions=128, n_embd=16, n_layer=1, n_head=1)
+    GPT2LMHeadModel(tiny).save_pretrained(tmp_path)
+    values = [f"student.model={tmp_path}", "sync.fake_quantization=int4_group32"]
+    with pytest.raises(StageError, match="is not the matrix of a linear layer"):
+        build_rank(load_config(QUICKSTART, values), "cpu", None)
 
 
 def test_temperature_and_loss_of_the_run_do_not_matter() -> None:

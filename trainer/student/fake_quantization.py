@@ -101,7 +101,10 @@ class SentMatrices:
                     continue
                 layer = student.get_submodule(name.rpartition(".")[0])
                 if not isinstance(layer, torch.nn.Linear):
-                    cause = f"{name} is not of a linear layer: it cannot compute with it as sent"
+                    cause = (
+                        f"{name} is not the matrix of a linear layer: the trainer cannot compute "
+                        "held rows with it as it is sent"
+                    )
                     raise StageError("trainer", cause, "set sync.verify_every: 0")
                 handles.append(layer.register_forward_hook(self._compute))
             yield
