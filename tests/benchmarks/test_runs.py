@@ -68,6 +68,7 @@ CASES = {
     ),
     "microscope": Case("--batch 4 --median 16 --blocks 1"),
     "mutants": Case("--only accounting --share 0.1"),
+    "mismatch": Case("--steps 4 --only float32", "runs"),
     "objectives": Case(
         f"{QUICK} {ONE_TEACHER} async.sync_steps=1 --out {{}} --only forward_kl_topk", "engines"
     ),
