@@ -56,7 +56,7 @@ def measured(scheme: str, steps: int) -> dict[str, dict[str, float]]:
     quarter = max(steps // 4, 1)
     figures = {}
     for metric in METRICS:
-        values = kept.values(f"mismatch/{metric}")
+        values = kept.values(f"mismatch/{metric}")  # [nan] where no step had fresh samples
         parts = {"begin": values[:quarter], "end": values[-quarter:]}
         figures[metric] = {part: round(statistics.median(v), 7) for part, v in parts.items()}
     return figures

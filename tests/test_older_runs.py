@@ -15,10 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from async_opd.cli import main
+from async_opd.config.load import load_config
 from async_opd.files.foreign import foreign
 from tests.tools.replay import kept
+from trainer.build import build_rank
 from trainer.replay.kept_step import read_kept, write_kept
 
 ROOT = Path(__file__).parents[1]
@@ -54,22 +58,32 @@ def older(tmp_path: Path) -> Path:
 
 def test_its_report_is_written(older: Path) -> None:
     assert main(["report", str(older)]) == 0
-    assert "completed" in (older / "report.html").read_text()
+    assert 'pill completed">' in (older / "report.html").read_text()
 
 
 @pytest.mark.slow
 def test_its_student_is_exported(older: Path, tmp_path: Path) -> None:
     assert main(["export", str(older), str(tmp_path / "exported")]) == 0
-    assert (tmp_path / "exported" / "model.safetensors").stat().st_size > 0
+    folders = older / "model", tmp_path / "exported"
+    written, exported = (load_file(folder / "model.safetensors") for folder in folders)
+    assert exported.keys() == written.keys()
+    assert all(torch.equal(exported[name], written[name]) for name in written)
 
 
 @pytest.mark.slow
-def test_its_last_step_is_computed_again_to_the_bit(
+def test_its_last_step_is_computed_again_to_the_bit_on_the_machine_that_made_it(
     older: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """On another one, which a replay refuses, some bits may differ."""
+    here = build_rank(load_config(older / "config.yaml"), "cpu", None).platform()
+    for file in older.glob("replay/*"):
+        step = read_kept(foreign(file))
+        made_here = all(step.record.platform[key] == here[key] for key in ("device", "torch"))
+        write_kept(file, replace(step, record=replace(step.record, platform=here)))
     kept.launched(monkeypatch)
-    assert main(["replay", str(older), "--step", "4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["equal"] is True
+    code = main(["replay", str(older), "--step", "4", "--json"])
+    equal = json.loads(capsys.readouterr().out)["equal"]
+    assert (code, equal) == (0, True) or (not made_here and (code, equal) == (1, False))
 
 
 @pytest.mark.engine

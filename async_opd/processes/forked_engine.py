@@ -35,14 +35,12 @@ class _EngineProcess(ForkProcess):
         """Forks; the child never returns from here.
 
         A handle of Ray that the child's collector found would need a thread that only the actor
-        has: the collector sees none of the actor's objects, from before the fork on.
+        has: the actor's objects are out of reach of the child's collector.
         """
         gc.disable()
-        gc.freeze()
         try:
             super().start()
         finally:
-            gc.unfreeze()
             gc.enable()
 
     def run(self) -> None:
@@ -51,6 +49,8 @@ class _EngineProcess(ForkProcess):
             os._exit(1)
         ctypes.CDLL(None).prctl(PR_SET_NAME, self.name.encode())  # Ray has moved the title
         keep_large_blocks()
+        gc.freeze()
+        gc.unfreeze = lambda: None  # which vLLM calls at an engine's end
         gc.enable()
         _close_sockets()
         super().run()

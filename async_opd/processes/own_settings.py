@@ -48,6 +48,7 @@ def set_parent_death_signal_in_child() -> None:
 LARGE = 4 << 20
 """Bytes of a block that is given back; the heap keeps at most twice as many free at its end."""
 MOST = 32 << 20
+"""Up to these bytes glibc's limit grows by itself."""
 KEEPS = "ASYNC_OPD_KEEPS_HEAP"
 CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 """A user who sets one of these variables has chosen glibc's limits."""

@@ -293,15 +293,15 @@ class Freshness:
         unexplained = {index: self._learned.learn(found, sent) for index, found in sound.items()}
         other_form = sent.any_quantized and not self._learned.any_quantized
         for index, found in sound.items():
-            if other_form:
-                cause = "its engine keeps no matrix as the trainer quantizes it: nothing proves it"
-                yield index, WrongWeights(f"student/{index}", cause, _QUANTIZING)
             if names := unexplained[index]:
                 cause = (
                     "its engine quantized other weights than were sent, or quantized them "
                     f"otherwise than the trainer: {_few(names)}"
                 )
                 yield index, WrongWeights(f"student/{index}", cause, _LOADING)
+            if other_form and not unexplained[index]:
+                cause = "its engine keeps no matrix as the trainer quantizes it: nothing proves it"
+                yield index, WrongWeights(f"student/{index}", cause, _QUANTIZING)
             if names := self._learned.wrong(found, sent.digests):
                 cause = f"its engine computes with other weights than were sent: {_few(names)}"
                 yield index, WrongWeights(f"student/{index}", cause, _LOADING)

@@ -186,8 +186,12 @@ class LearnedParameters:
 
     @property
     def any_quantized(self) -> bool:
-        """Whether a place was learned that an engine makes by quantizing."""
-        return any(name.startswith(QUANTIZED) for names in self.sources.values() for name in names)
+        """Whether a quantized matrix was learned; a scale alone proves none."""
+        return any(
+            name.startswith(QUANTIZED) and not name.endswith("_scale")
+            for names in self.sources.values()
+            for name in names
+        )
 
     def wrong(self, found: Mapping[Place, str], sent: Mapping[str, str]) -> list[str]:
         """The names of learned parameters that are not what was sent for them."""

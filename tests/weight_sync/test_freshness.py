@@ -393,9 +393,18 @@ def test_weights_that_were_quantized_otherwise_are_found_at_the_first_comparison
 
 
 def test_an_engine_that_keeps_its_quantized_matrices_in_another_form_is_not_proved() -> None:
-    meta = replace(META, quantized={"quantized l.o.weight": "float8_e4m3fn[4, 1]:w"})
-    found = Freshness(1).judge(meta, {0: evidence(**{"l.o.weight_packed": "int32[1]:w"})}).wrong
+    """Its scales alone prove nothing."""
+    sent = {"weight": "float8_e4m3fn[4, 1]:w", "weight_scale": "float32[4, 1]:s"}
+    meta = replace(META, quantized={f"quantized l.o.{name}": one for name, one in sent.items()})
+    packed = {"l.o.weight_packed": "int32[1]:w", "l.o.weight_scale": "float32[4, 1]:s"}
+    found = Freshness(1).judge(meta, {0: evidence(**packed)}).wrong
     assert "keeps no matrix as the trainer quantizes it" in str(found[0])
+
+
+def test_other_weights_in_the_form_of_the_trainers_are_named() -> None:
+    meta = replace(META, quantized={"quantized l.o.weight": "float8_e4m3fn[4, 1]:new"})
+    found = Freshness(1).judge(meta, {0: evidence(**{"l.o.weight": "float8_e4m3fn[4, 1]:old"})})
+    assert "quantized other weights than were sent" in str(found.wrong[0])
 
 
 def test_matrices_that_stay_while_what_is_sent_for_them_stays_are_fresh() -> None:

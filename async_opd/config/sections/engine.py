@@ -97,7 +97,7 @@ class EngineConfig(Section):
     @property
     def whole(self) -> Self:
         """The same engine with weights as in the files, and a cache like its activations."""
-        rounded = {"quantization", "quantization_config"}
+        rounded = {"quantization", "quantization_config", "compression_config"}
         extra = {key: value for key, value in self.extra.items() if key not in rounded}
         if str(extra.get("kv_cache_dtype")).startswith("fp8"):
             del extra["kv_cache_dtype"]

@@ -115,7 +115,8 @@ async def examine_engines(
         own = [one for one in measured.responses if one.prompt.teacher == name]
         if not own:
             count = sum(one.teacher == name for one in prompts)
-            message = f"teachers.{name}: no token to compare, of {count} prompts of its sources"
+            prompts_of = f"{count} prompt{'s' * (count != 1)} of its sources"
+            message = f"teachers.{name}: no token to compare, of {prompts_of}"
             found.append(Finding(TOPIC, "warning", message, NO_TOKEN))
             continue
         notify(f"starting teacher {name}")

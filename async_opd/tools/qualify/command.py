@@ -66,8 +66,8 @@ def _qualify(given: argparse.Namespace) -> int:
     left = report.measure(names, again=bool(given.only), minutes=given.minutes or math.inf)
     outcomes = Counter(row["outcome"] for row in report.rows.values())
     print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
-    incomplete = {name for name, row in report.rows.items() if row["outcome"] == harness.INCOMPLETE}
-    again = [name for name in ROWS if name in {*left, *incomplete}]
+    ended = {name: row["outcome"] for name, row in report.rows.items() if name in names}
+    again = [name for name in names if name in left or ended.get(name) == harness.INCOMPLETE]
     if again:
         longest = max(ROWS[name].minutes for name in again)
         print(f"{_counted(len(again), 'row')} left: {', '.join(again)}")

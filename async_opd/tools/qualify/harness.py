@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,14 @@ class ReportFile:
     def measure(self, names: Sequence[str], again: bool, minutes: float) -> list[str]:
         """Measures the rows, with a line for each; returns those for which there was no time.
 
-        Rows that have passed or failed before are measured ``again``, or left as they are.
+        Rows that have passed or failed before are measured ``again``, or left as they are; one
+        that was incomplete gets twice its minutes.
         """
         ends, left = time.monotonic() + 60 * minutes, []
         for name in names:
             row, before = ROWS[name], self.rows.get(name, {}).get("outcome")
+            if before == INCOMPLETE:
+                row = replace(row, minutes=2 * row.minutes)
             if before in (PASSED, FAILED) and not again:
                 continue
             if lacking(row, self.machine) == "" and time.monotonic() + 60 * row.minutes > ends:

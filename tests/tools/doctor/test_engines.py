@@ -223,7 +223,7 @@ def test_what_was_compared_on_no_token_is_no_agreement(cluster: Cluster, tmp_pat
     lines = [one.found for one in found(tmp_path) if one.status == "warning"]
     assert any("its responses" in line and "not measured" in line for line in lines)
     for name in ("sort", "reverse"):
-        assert f"teachers.{name}: no token to compare, of 1 prompts of its sources" in lines
+        assert f"teachers.{name}: no token to compare, of 1 prompt of its sources" in lines
 
 
 def test_a_teacher_without_a_prompt_of_its_sources_is_not_compared(
