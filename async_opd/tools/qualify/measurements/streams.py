@@ -26,6 +26,7 @@ import torch
 
 from async_opd.tools.qualify.measurements.measuring import Figures, Report, Skip, finish
 from async_opd.tools.qualify.measurements.vllm_streams import current_stream, packed_producer
+from async_opd.waiting.deadline import gather_or_cancel
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.transports import nccl
 from rollouter.transports.nccl import NcclSender
@@ -210,14 +211,14 @@ async def synced(learner: Any, transport: Any, *, pool: bool, hasty: bool) -> Fi
     if pool:
         stage._computing = stage._sending = Pool()  # type: ignore[assignment]
     await stage.open(0, 2, ())
-    await asyncio.gather(stage.connect(0), stage.step())  # on two threads of a pool
+    await gather_or_cancel(stage.connect(0), stage.step())  # on two threads of a pool
     wrong = 0
     for version in range(1, VERSIONS + 1):
         for _ in range(STEPS):
             await stage.step()
         expected = learner.count
         meta = await stage.snapshot(version)
-        await asyncio.gather(stage.send(0), stage.step())
+        await gather_or_cancel(stage.send(0), stage.step())
         finish(learner.device)
         wrong += _other_than(expected, transport.group.received(meta))
     tensors = len(learner.weights)
