@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -94,6 +95,51 @@ def test_an_engine_has_its_name_beside_that_of_its_actor() -> None:
     assert here.poll(30)
     assert here.recv() == "EngineCore"
     process.join(30)
+
+
+@pytest.mark.usefixtures("actor")
+def test_an_engine_collects_no_object_of_its_actor_also_at_its_end() -> None:
+    """vLLM gives frozen objects back to the collector when an engine ends."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    actor = os.getpid()
+
+    class Handle:
+        def __del__(self) -> None:
+            if os.getpid() != actor:
+                there.send("collected")
+
+    def end() -> None:
+        gc.unfreeze()
+        gc.collect()
+        there.send("ended")
+
+    gc.disable()
+    handle: Any = Handle()
+    handle.itself = handle
+    del handle
+    process = started(end)
+    gc.disable()
+    assert here.recv() == "ended"
+    process.join(30)
+    gc.enable()
+
+
+@pytest.mark.usefixtures("actor")
+def test_a_socket_of_the_actor_that_ends_in_its_engine_closes_nothing_of_the_engine() -> None:
+    end, other = socket.socketpair()
+    here, there = multiprocessing.Pipe(duplex=False)
+
+    def tell() -> None:
+        reading, writing = os.pipe()
+        end.close()
+        os.write(writing, b"1")
+        there.send(os.read(reading, 1))
+
+    with end, other:
+        process = started(tell)
+        assert here.poll(30)
+        assert here.recv() == b"1"
+        process.join(30)
 
 
 @pytest.mark.parametrize(("name", "on_cpu"), [("student/0", False), (None, True)])
