@@ -1,7 +1,7 @@
 # make quickstart     installs what a run needs and distils two teachers into one student (CPU, ~6 minutes)
 # make test           installs everything and runs all tests but the long ones (25 minutes on 2 cores)
 # make test-long      runs the long tests: first runs whose heartbeats or syncs are bounded by seconds, one after the other;
-#                     then all others, two at a time (29 minutes on 2 cores)
+#                     then all others, two at a time (29 to 37 minutes on 2 cores)
 # make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
 #                     damaged model, benchmarks that start runs (CI has no time for them)
 # make test-sglang    installs SGLang beside .venv, for CPUs, and runs teachers on its server (6 minutes)

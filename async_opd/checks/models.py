@@ -67,7 +67,7 @@ def unproved(config: RunConfig, student: ModelFiles | None) -> str:
     if student is not None and ModelSize.of(student.config, ()).experts:
         return "rounded experts of a mixture are not compared"
     if name is not None and student is not None and "vision_config" in student.config:
-        return "engines of a VLM student call the matrices that they join otherwise"
+        return "engines of a VLM student join matrices under other names than the trainer sends"
     if config.sync.fake_quantization is not None and lora is not None:
         return "the trainer does not compute held rows with adapters and rounded matrices"
     if quantization(config, student) == "sync.fake_quantization":

@@ -52,7 +52,7 @@ class _EngineProcess(ForkProcess):
         gc.freeze()
         gc.unfreeze = lambda: None  # which vLLM calls at an engine's end
         gc.enable()
-        _close_sockets()
+        _replace_sockets()
         super().run()
 
 
@@ -75,10 +75,11 @@ def forked_engine(launcher: Any, on_cpu: bool) -> Iterator[None]:
         launcher.get_mp_context = before
 
 
-def _close_sockets() -> None:
-    """All but the standard streams.
+def _replace_sockets() -> None:
+    """Closes the actor's sockets, except the standard streams, and puts /dev/null in their places.
 
-    Their numbers stay taken: objects of the actor that end in the child close them again.
+    An object of the actor that ends in the child closes its number again, which must be of no file
+    that the engine has opened since.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:

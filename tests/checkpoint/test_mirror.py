@@ -496,7 +496,7 @@ def test_a_damaged_older_checkpoint_keeps_no_newer_one_from_the_url(tmp_path: Pa
         "its manifest.json says"
     ]
     run.train(6)
-    damaged(run, 6)  # the newest one: there is no complete copy
+    damaged(run, 6)  # the newest one: no copy is complete
     with pytest.raises(StageError, match=r"is not as its manifest.json says"):
         run.mirror().close(summary("completed"))
 

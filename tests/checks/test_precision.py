@@ -119,6 +119,12 @@ def test_engines_of_low_precision_that_cannot_be_proved_are_refused_with_the_rea
     assert problem.remedy.startswith("set sync.verify_every: 0")
 
 
+def test_float8_engines_of_a_vlm_student_are_refused_with_the_reason(tmp_path: Path) -> None:
+    student = f"student.model={model(tmp_path, 'student', vision_config={'hidden_size': 8})}"
+    messages = [p.message for p in found(FLOAT8, student) if p.key == FLOAT8.partition("=")[0]]
+    assert any("engines of a VLM student join matrices" in message for message in messages)
+
+
 def test_no_adapter_is_rounded() -> None:
     override = "sync.fake_quantization=int4_group32"
     lora = "train.lora={rank: 4, sync: adapter}"

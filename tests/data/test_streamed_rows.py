@@ -120,7 +120,7 @@ def test_prompts_before_a_row_that_cannot_be_read_are_given_before_its_error() -
     source.failing = 20
     assert len({*uids(made.next(16))}) == 16
     ahead = stream(StreamedRows(Unreadable(20).read, 4), cursor=8)
-    ahead.read_ahead()  # is no error yet
+    ahead.read_ahead()  # raises nothing yet
     with pytest.raises(SourceError, match="Input/output error"):
         ahead.next(1)
     with pytest.raises(SourceError, match="has no rows"):

@@ -44,7 +44,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_eight_steps_train_every_sample_and_lose_none(few: Run) -> None:
     assert (few.code, few.summary["ledger/trained"]) == (0, STEPS * BATCH), few.output
     assert few.left == []
-    for teacher in ("sees", "reads"):  # both score samples of their own sources
+    for teacher in ("sees", "reads"):  # each scores samples of its sources
         assert sum(line.get(f"teacher/{teacher}/tokens_per_s", 0) for line in few.metrics) > 0
     for source in SOURCES:
         assert few.summary[f"eval_teacher/{source}/accuracy"] >= 0.9

@@ -164,7 +164,7 @@ def test_what_is_offloaded_takes_what_torch_pins_for_it() -> None:
     assert everything["parameters"] == everything["gradients"] == int(plain * factor)
     assert everything["moments"] == 2 * plain  # stay where they are: not pinned
     colocated: dict[str, Any] = {"rollout": {"placement": "colocated", "with": "train"}}
-    between = of_train(**colocated).host  # two steps: there are no gradients
+    between = of_train(**colocated).host  # two steps: gradients are freed
     assert {"parameters", "moments"} <= between.keys()
     assert "gradients" not in between
     asleep = memory_of(config("large table", **colocated), "rollout", ON_GPUS).host

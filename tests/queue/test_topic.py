@@ -93,8 +93,8 @@ async def test_a_consumer_that_waits_for_more_than_the_byte_bound_holds_is_still
 
 
 async def test_a_lease_expires_a_full_time_after_it_was_renewed_last_and_comes_back_first() -> None:
-    timer, told = ManualTimer(), list[str]()
-    queue = Topic(100, 1 << 20, 10.0, timer, told.append)
+    timer, messages = ManualTimer(), list[str]()
+    queue = Topic(100, 1 << 20, 10.0, timer, messages.append)
     await queue.put(batch("a/0", "b/0", "c/0"))
     lease = await queue.get(2, consumer="scorer#1")
     for _ in range(5):
@@ -104,7 +104,7 @@ async def test_a_lease_expires_a_full_time_after_it_was_renewed_last_and_comes_b
     assert queue.stats.expired == 0
     timer.advance(1)
     assert queue.stats.expired == 2
-    (line,) = told
+    (line,) = messages
     assert line.startswith("2 samples went back: scorer#1 took them")
     assert "did not renew their lease for 10 s" in line
     assert "raise queue.lease_s" in line
