@@ -1,4 +1,4 @@
-"""Rollouts of several spans for property tests: prompt, student, tools and users in any order."""
+"""Rollouts of several spans for property tests: prompts, student, tools and users in any order."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ import numpy as np
 from hypothesis import strategies as st
 
 from async_opd.core.row import Media
-from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.samples import EpisodeFacts, Prompt, Rollout, TeacherView, VersionSpan
 from async_opd.core.sequence import PROMPT, STUDENT, spans_of
 
 ORIGINS = [STUDENT, STUDENT, "tool", "user"]
+SEGMENTS = [*ORIGINS, PROMPT]
 Parts = list[tuple[str, int]]
 
 
-def parts(most: int = 6, longest: int = 4) -> st.SearchStrategy[Parts]:
-    """Origins and numbers of tokens of what follows the prompt."""
-    one = st.tuples(st.sampled_from(ORIGINS), st.integers(0, longest))
+def parts(
+    most: int = 6, longest: int = 4, origins: list[str] = SEGMENTS
+) -> st.SearchStrategy[Parts]:
+    """Origins and numbers of tokens of what follows the prompt; another one begins a segment."""
+    one = st.tuples(st.sampled_from(origins), st.integers(0, longest))
     return st.lists(one, max_size=most)
+
+
+@st.composite
+def views(draw: st.DrawFn, rollout: Rollout) -> TeacherView:
+    """A teacher's view of the rollout with any context around its sampled tokens."""
+    made: list[tuple[str, Any]] = [(PROMPT, np.zeros(draw(st.integers(1, 4)), np.int32))]
+    for turn in (*rollout.turns, None):
+        context = draw(parts(2, origins=["tool", PROMPT]))
+        made += [(origin, np.full(length, -1, np.int32)) for origin, length in context]
+        made += [] if turn is None else [(STUDENT, turn)]
+    ids = np.concatenate([one for _, one in made])
+    return TeacherView(ids, spans_of((origin, len(one)) for origin, one in made))
 
 
 def sequence(
@@ -41,6 +56,7 @@ def sequence(
     best = rng.random((sampled, vocabulary)).argsort(-1)[:, :top_k].astype(np.int32)
     other = rng.integers(0, vocabulary, prompt + 2).astype(np.int32) if teacher_ids else None
     cut = int(rng.integers(0, sampled + 1))
+    episode = EpisodeFacts(seed, calls=1, tool_s=0.5, end="turns") if seed % 2 else None
     images = _media(seed + 1, seed % 2 * media)
     versions = (VersionSpan(2, 0, cut), VersionSpan(3, cut, sampled))
     return Rollout(
@@ -53,6 +69,7 @@ def sequence(
         finish_reason="stop",
         topk_ids=best if top_k else None,
         media=_media(seed, seed % 3 * media),
+        episode=episode,
     )
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from async_opd.core.samples import (
     NO_VERSION,
     DeadLetter,
+    EpisodeFacts,
     FinishReason,
     Group,
     Header,
@@ -33,7 +34,19 @@ Item = Group | Rollout | Sample | DeadLetter
 T = TypeVar("T", Group, Rollout, Sample, DeadLetter)
 Element = TypeVar("Element")
 HeaderFields = tuple[
-    Uid, int, int, int, str, int, FinishReason, float | None, str, str, tuple[tuple[int, int], ...]
+    Uid,
+    int,
+    int,
+    int,
+    str,
+    int,
+    FinishReason,
+    float | None,
+    str,
+    str,
+    tuple[tuple[int, int], ...],
+    EpisodeFacts | None,
+    tuple[int, ...],
 ]
 """The fields of Header, in order."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,10 @@ from async_opd.core.sequence import (
     Span,
     check_spans,
     count,
+    indices,
     rows_of,
     sampled_of,
+    segments_of,
     spans_of,
 )
 from async_opd.core.uid import Uid
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from async_opd.core.row import Row
 
 FinishReason = Literal["stop", "length"]
+EpisodeEnd = Literal["done", "turns", "tokens", "context", "bad_call", "time"]
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
 
 NO_VERSION = 2**31 - 1
@@ -94,21 +97,73 @@ class VersionSpan:
     end: int
 
 
+class EpisodeFacts(NamedTuple):
+    """What happened in an episode of ``turns`` sampled turns, and why it came to its ``end``.
+
+    Numbers of tool calls: ``calls`` that could be read, ``malformed`` ones that could not, and
+    ``unknown`` ones of tools that do not exist or take other arguments. ``tool_s`` are seconds in
+    the environment's own code, ``cut_tokens`` those that its messages were too long by. ``end`` is
+    ``done`` by the environment, or the bound of the episode that was reached.
+    """
+
+    turns: int
+    calls: int = 0
+    malformed: int = 0
+    unknown: int = 0
+    tool_s: float = 0.0
+    cut_tokens: int = 0
+    end: EpisodeEnd = "done"
+
+
+@dataclass(frozen=True)
+class TeacherView:
+    """An episode as its teacher reads it: T' tokens int32, and ``spans``, which partition them.
+
+    The teacher's own context lies around the sampled tokens, which are the rollout's in their
+    order: the n-th span of the student is as long as the rollout's n-th. Segments may differ.
+    """
+
+    token_ids: Int32
+    spans: tuple[Span, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of the first segment's prompt."""
+        return self.spans[0].end if self.spans and self.spans[0].origin == PROMPT else 0
+
+    def pairs(self, rollout: Rollout) -> tuple[tuple[Range, Range], ...]:
+        """Each span that the student sampled, and where the view has it.
+
+        LengthError unless they are as many and as long, with the rollout's tokens.
+        """
+        check_spans(rollout.uid, self.spans, self.prompt_tokens, len(self.token_ids))
+        own, seen = rollout.positions, sampled_of(self.spans)
+        if [end - start for start, end in own] != [end - start for start, end in seen]:
+            cause = f"sampled tokens at {own}, but a teacher's view of them at {seen}"
+            raise LengthError(f"rollout {rollout.uid}: {cause}")
+        if not np.array_equal(self.token_ids[indices(seen)], rollout.response_ids):
+            raise LengthError(f"rollout {rollout.uid}: its teacher's view has other sampled tokens")
+        return tuple(zip(own, seen, strict=True))
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A sequence of T tokens, of which the student sampled R: its response.
 
     ``uid`` is ``<prompt uid>/<index in the group>``. ``continuation`` int32 [T - P] are all tokens
     after the prompt. ``spans`` partition ``0..T`` and name the origin of each token: the prompt's
-    span is the first, several may be the student's. ``rollout_logprobs`` float32 [R] are those of
+    span is the first, several may be the student's. Each later span of origin ``prompt`` begins
+    another segment (``core/sequence.py``). ``rollout_logprobs`` float32 [R] are those of
     the distribution that was sampled (after temperature and top-p). ``version_spans`` partition
     ``0..R`` in order. ``finish_reason`` is ``length`` if the response was truncated. ``topk_ids``
     int32 [R, k] are the student's own most probable tokens, distinct at each position, where the
     objective needs them; ``reward`` is the grader's, where there is a grader. ``media`` are the
     images after the prompt's own, in order. ``routed_experts`` [T - 1, layers, k] are those that a
-    mixture's engine chose for all tokens but the last.
+    mixture's engine chose for all tokens but the last; a rollout of several segments has none.
+    ``episode`` has the facts of an episode with an environment. ``view`` is the sequence that the
+    teacher reads, where more than the prompt differs.
 
-    LengthError for spans, versions and arrays whose lengths disagree.
+    LengthError for spans, versions, arrays and a view whose lengths disagree.
     """
 
     uid: Uid
@@ -122,6 +177,8 @@ class Rollout:
     reward: float | None = None
     media: tuple[Media, ...] = ()
     routed_experts: Experts | None = None
+    episode: EpisodeFacts | None = None
+    view: TeacherView | None = None
 
     @classmethod
     def plain(
@@ -167,6 +224,8 @@ class Rollout:
                 f"rollout {self.uid}: version spans {self.version_spans} do not partition "
                 f"0..{length}"
             )
+        if self.view is not None:
+            self.view.pairs(self)
 
     @property
     def token_ids(self) -> Int32:
@@ -177,6 +236,11 @@ class Rollout:
     def positions(self) -> tuple[Range, ...]:
         """The positions of the response's R tokens in the sequence."""
         return sampled_of(self.spans)
+
+    @property
+    def segments(self) -> tuple[Range, ...]:
+        """The positions of each segment."""
+        return segments_of(self.spans)
 
     @property
     def rows(self) -> tuple[Range, ...]:
@@ -197,9 +261,14 @@ class Rollout:
 
     @property
     def for_teacher(self) -> Rollout:
-        """The rollout with the teacher's prompt and the same tokens after it."""
-        prompt = self.prompt.for_teacher
-        return self if prompt is self.prompt else self.after(prompt)
+        """The rollout as its teacher reads it: by the view, or after the teacher's prompt."""
+        prompt, view = self.prompt.for_teacher, self.view
+        if view is None:
+            return self if prompt is self.prompt else self.after(prompt)
+        own, then = np.split(view.token_ids, [view.prompt_tokens])
+        prompt = replace(prompt, token_ids=own, teacher_ids=None)
+        changed = replace(self, prompt=prompt, continuation=then, spans=view.spans, view=None)
+        return replace(changed, routed_experts=None)
 
     def after(self, prompt: Prompt) -> Rollout:
         """The rollout with the same tokens after another prompt."""
@@ -210,8 +279,9 @@ class Rollout:
 
     @property
     def without_teacher_inputs(self) -> Rollout:
-        """The rollout without ``topk_ids`` and ``teacher_ids``, which only a teacher reads."""
-        return replace(self, topk_ids=None, prompt=replace(self.prompt, teacher_ids=None))
+        """The rollout without ``topk_ids``, ``teacher_ids`` and ``view``: for teachers alone."""
+        prompt = replace(self.prompt, teacher_ids=None)
+        return replace(self, topk_ids=None, view=None, prompt=prompt)
 
     @property
     def oldest_version(self) -> int:
@@ -228,6 +298,7 @@ class Rollout:
 
     def header(self, nbytes: int) -> Header:
         """The header of the rollout, whose payload has ``nbytes``."""
+        segments = self.segments
         return Header(
             self.uid,
             self.tokens,
@@ -239,6 +310,8 @@ class Rollout:
             self.reward,
             self.prompt.data_source,
             images=tuple((one.width, one.height) for one in (*self.prompt.media, *self.media)),
+            episode=self.episode,
+            segments=tuple(end - start for start, end in segments) if len(segments) > 1 else (),
         )
 
 
@@ -289,7 +362,8 @@ class Header:
 
     ``tokens`` are those of prompt and response, of which ``response_tokens`` are the response's.
     ``scores`` is the name of a sample's kind of scores. ``images`` are widths and heights, in
-    pixels. Of other items than rollouts and samples the fields with defaults are not set.
+    pixels. ``segments`` are the numbers of tokens of each, if there are several. Of other
+    items than rollouts and samples the fields with defaults are not set.
     """
 
     uid: Uid
@@ -303,6 +377,13 @@ class Header:
     data_source: str = ""
     scores: str = ""
     images: tuple[tuple[int, int], ...] = ()
+    episode: EpisodeFacts | None = None
+    segments: tuple[int, ...] = ()
+
+    @property
+    def turns(self) -> int:
+        """The sampled turns; 1 without an environment."""
+        return self.episode.turns if self.episode else 1
 
     def staleness(self, version: int) -> int:
         """The trainer's ``version`` minus the oldest token's, at least 0."""

@@ -1,11 +1,15 @@
 """Spans of a sequence, and the rows of a model's output that predict its sampled tokens.
 
-    position   0 … 3     4 … 6      7 … 9    10 … 12
-    origin     prompt    student    tool     student
-    row                  3 … 5               9 … 11
+    position   0 … 3     4 … 6      7 … 9    10 … 12    13 … 18   19 … 21
+    origin     prompt    student    tool     student    prompt    student
+    row                  3 … 5               9 … 11               18 … 20
+    segment    ─────────────── 0 ──────────────────    ──────── 1 ────────
 
 Row t - 1 of a causal model (its hidden state, its logits) predicts token t. Only ``rows_of``
 implements this: packing, scoring and endpoints take their rows from it.
+
+Each span of origin ``prompt`` begins a segment: a context of its own, where a chat template
+rewrites the history before a turn. A model computes each segment as a sequence by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ Range = tuple[int, int]
 class Span(NamedTuple):
     """Tokens ``start <= i < end`` of a sequence; ``origin`` names their source.
 
-    ``prompt``: the data source; ``student``: sampled by the student; any other name is context.
+    ``prompt``: the context with which a segment begins, in the first one the data source's;
+    ``student``: sampled by the student; any other name is context.
     """
 
     start: int
@@ -55,8 +60,8 @@ def spans_of(lengths: Iterable[tuple[str, int]]) -> tuple[Span, ...]:
 def check_spans(uid: Uid, spans: Sequence[Span], prompt: int, tokens: int) -> None:
     """LengthError unless the spans partition ``0..tokens`` in order, the prompt's span first.
 
-    ``prompt`` is its number of tokens. The first token of a sequence cannot be sampled: no row
-    predicts it.
+    ``prompt`` is its number of tokens. The first token of a segment cannot be sampled: no row
+    predicts it. It never is in a later one, which begins with a prompt's span.
     """
     at = 0
     for span in spans:
@@ -82,6 +87,12 @@ def sampled_of(spans: Sequence[Span]) -> tuple[Range, ...]:
 def rows_of(spans: Sequence[Span]) -> tuple[Range, ...]:
     """The rows of a model's output that predict the sampled tokens, in their order."""
     return tuple((start - 1, end - 1) for start, end in sampled_of(spans))
+
+
+def segments_of(spans: Sequence[Span]) -> tuple[Range, ...]:
+    """The segments, which partition ``0..T``; one, also if there are no tokens."""
+    starts = [0, *(span.start for span in spans[1:] if span.origin == PROMPT)]
+    return tuple(zip(starts, [*starts[1:], spans[-1].end if spans else 0], strict=True))
 
 
 def count(ranges: Iterable[Range], below: int = sys.maxsize) -> int:

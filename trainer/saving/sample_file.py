@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from async_opd.core.errors import CheckpointError
 from async_opd.core.reports import WrittenFile
 from async_opd.core.row import Media
-from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.samples import EpisodeFacts, Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import Scores
 from async_opd.core.sequence import Span
 from async_opd.core.stages import TRAINER
@@ -33,8 +33,9 @@ SCORED_FILE = "scored.safetensors"
 FORMAT_ERRORS = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError)
 """Errors of reading a safetensors file that ``write_samples`` did not write."""
 KINDS = {kind.__name__: kind for kind in get_args(Scores)}
-NOT_STORED = ("prompt", "row", "spans", "version_spans", "encoded")
-"""Fields stored separately, and ``row``, which only graders read: a scored sample is graded."""
+NOT_STORED = ("prompt", "row", "spans", "version_spans", "encoded", "view")
+"""Fields stored separately; ``row``, which only graders read, and ``view``, which only teachers do:
+a scored sample is graded."""
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
@@ -121,8 +122,9 @@ def _decode(entry: dict[str, Any], prefix: str, arrays: Arrays) -> Sample:
     arrays_of_prompt = _below(f"{prefix}prompt/", Prompt, arrays)
     prompt = Prompt(**_with_media(entry["prompt"]), **arrays_of_prompt)
     plain = entry["rollout"]
+    facts = plain.get("episode")  # files of older versions lack it
     rollout = Rollout(
-        **_with_media(plain),
+        **_with_media(plain) | {"episode": facts and EpisodeFacts(*facts)},
         **_below(f"{prefix}rollout/", Rollout, arrays),
         prompt=prompt,
         spans=tuple(Span(int(start), int(end), origin) for start, end, origin in entry["spans"]),
