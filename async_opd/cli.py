@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -33,11 +34,13 @@ ABOUT = """\
 Trains a student model on its own rollouts, scored by one or more teachers: rollouts, scoring and
 training run at the same time, on dedicated GPUs.
 
-A run is one YAML file. Check it, plan it, then start it:
+A run is one YAML file. Check it, try it on this machine, then start it; a run of some steps has the
+speeds by which the next one is planned:
 
-  async_opd check config.yaml
-  async_opd plan  config.yaml --gpus 8
-  async_opd run   config.yaml
+  async_opd check  config.yaml
+  async_opd doctor config.yaml
+  async_opd run    config.yaml --run-dir runs/first
+  async_opd plan   runs/first --gpus 8
 """
 RUN = """\
 Starts the engines, trains all steps, and writes the student, metrics and checkpoints into the run
@@ -134,24 +137,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """The arguments with all overrides; argparse ends the process for those that are wrong."""
     known = parser(next((word for word in words if word in COMMANDS), ""))
+    near = [] if not words or words[0] in COMMANDS else get_close_matches(words[0], COMMANDS, n=1)
+    if near:
+        known.error(Redactor()(f"no command {words[0]}: did you mean {near[0]}?"))
     arguments, rest = known.parse_known_args(words)
     for text in rest:  # argparse leaves over the overrides that follow an option
         if text.startswith("-") or "overrides" not in arguments:
-            hint = _as_override(text) if "overrides" in arguments else ""
-            known.error(Redactor()(f"unrecognized arguments: {text}{hint}"))
+            usage = arguments.parser.format_usage()
+            hint = _as_override(text, usage) if "overrides" in arguments else ""
+            arguments.parser.error(Redactor()(f"unrecognized arguments: {text}{hint}"))
     if "overrides" in arguments:
         arguments.overrides = [*arguments.overrides, *rest, *getattr(arguments, "set", [])]
     arguments.redacted = Redactor()
     return arguments
 
 
-def _as_override(option: str) -> str:
-    """The config keys that an unknown option may mean: ``--steps`` is ``--set train.steps=…``."""
+def _as_override(option: str, usage: str) -> str:
+    """The config keys that an unknown option may mean: ``--steps`` is ``--set train.steps=…``.
+
+    A model has an option of the command, if its usage has one of the section's name.
+    """
     from async_opd.config.keys import all_keys
 
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    keys = [key for key in all_keys() if f".{key}".endswith(f".{name}")][:MOST_KEYS]
-    return f" (did you mean {' or '.join(f'--set {key}=…' for key in keys)}?)" if keys else ""
+    meant = list[str]()
+    for key in all_keys():
+        if f".{key}".endswith(f".{name}"):
+            own = f"--{key.partition('.')[0].removesuffix('s')}"
+            is_own = name == "model" and f"[{own} " in usage
+            meant.append(own if is_own else f"--set {key}=…")
+    shown = " or ".join([*dict.fromkeys(meant)][:MOST_KEYS])
+    return f" (did you mean {shown}?)" if shown else ""
 
 
 def _exit_code(arguments: argparse.Namespace) -> int:
@@ -206,6 +222,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     commands = root.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for name, (place, about) in COMMANDS.items():
         sub = commands.add_parser(name, help=about)
+        sub.set_defaults(parser=sub)
         if command in (None, name):
             _loaded(place)(sub)
     return root

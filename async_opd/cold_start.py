@@ -135,7 +135,7 @@ class ColdStart:
             *(scorer.generate(name, own, sampling) for name, own in by_teacher.items())
         )
         answers = await bounded(ANSWERS, asked, self.answers_s(prompts, sampling))
-        return [rollout for part in answers for rollout in part]
+        return [rollout.fault or rollout for part in answers for rollout in part]
 
     def _foreign(self, rollout: Rollout) -> str:
         """The fault of a token without an embedding in the student; empty if all have one."""

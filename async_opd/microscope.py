@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,13 +80,25 @@ CLAMPS = {
 """Bits of the column ``clamps``: the distillation loss was scaled down to ``loss.clamp``; the
 importance weight was truncated at its cap; the reward's ratio was clipped (no gradient), by its
 dual clip; log p was raised to ``loss.teacher_floor``; the token has no weight in the distillation
-loss (a truncated response under ``loss.mask_truncated``)."""
+loss (a truncated response under ``loss.mask_truncated``, or a token that is too old under
+``async.on_stale: mask``)."""
 FILE_BYTES = 256 << 20
 """Most of a file's arrays, which are compressed in it; a quarter of it is the most of ``head``."""
 
 
 class RecordError(AsyncOPDError):
     """A file of records that cannot be read."""
+
+
+class RecordedTurn(NamedTuple):
+    """A turn of an episode, which begins with token ``start`` of the response, in a ``segment``.
+
+    ``context`` is text: the end of that between the turn before, or the segment's start, and it.
+    """
+
+    start: int
+    segment: int
+    context: str
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,7 @@ class SampleRecord:
     ``version`` is the trainer's weight version in the step. ``weight`` is that of each token in the
     distillation loss (denominators are in it), ``reward_weight`` in the reward's. ``skipped`` is
     why the step changed no weights, else ''. ``prompt`` is text, ``images`` are the sample's.
+    ``turns`` are those of an episode.
     """
 
     uid: str
@@ -112,6 +125,7 @@ class SampleRecord:
     reward: float | None = None
     skipped: str = ""
     images: tuple[Media, ...] = ()
+    turns: tuple[RecordedTurn, ...] = ()
     columns: Mapping[str, Column] = field(default_factory=dict)
     texts: Mapping[int, str] = field(default_factory=dict, repr=False)
 
@@ -137,6 +151,20 @@ class SampleRecord:
         """The trainer's version minus that of the oldest token, at least 0."""
         return max(0, self.version - int(self["version"].min(initial=self.version)))
 
+    def by_turn(self) -> list[tuple[str, range]]:
+        """The rows of each turn, after its number, segment and context; without turns '' and all.
+
+        Of a complete record.
+        """
+        starts = [one.start for one in self.turns] or [0]
+        titles = [
+            f"turn {number}, segment {one.segment}: {one.context}"
+            for number, one in enumerate(self.turns, 1)
+        ]
+        rows, ends = range(len(self)), [*starts[1:], len(self)]
+        parts = zip(titles or [""], starts, ends, strict=True)
+        return [(title, rows[start:end]) for title, start, end in parts]
+
     def text(self, token: int) -> str:
         """Text of a token; its id in angle brackets where the record has none."""
         return self.texts.get(int(token), f"⟨{token}⟩")
@@ -156,6 +184,7 @@ def to_bytes(samples: Sequence[SampleRecord]) -> bytes:
     for one in samples:
         head = {**vars(one), "columns": None, "texts": None, "tokens": len(one)}
         head["images"] = [image._asdict() for image in one.images] or None
+        head["turns"] = one.turns or None
         heads.append({key: value for key, value in head.items() if value is not None})
     texts = {str(token): text for token, text in samples[0].texts.items()}
     head_bytes = json.dumps({"samples": heads, "texts": texts}).encode()
@@ -199,7 +228,13 @@ def from_bytes(content: bytes, most: int = FILE_BYTES) -> list[SampleRecord]:
             end = start + int(one.pop("tokens"))
             own = {name: column[start:end] for name, column in columns.items()}
             images = tuple(Media(**image) for image in one.pop("images", ()))
-            samples.append(SampleRecord(**one, images=images, columns=own, texts=texts))
+            turns = tuple(
+                RecordedTurn(int(first), int(segment), str(context))
+                for first, segment, context in one.pop("turns", ())
+            )
+            samples.append(
+                SampleRecord(**one, images=images, turns=turns, columns=own, texts=texts)
+            )
             start = end
     except Exception as error:  # of a torn file numpy, zipfile and zlib raise many kinds
         raise RecordError(f"no file of records: {type(error).__name__}: {error}") from error

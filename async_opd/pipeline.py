@@ -422,6 +422,6 @@ class Pipeline:
             raise
         for line in report.notes:
             self.log.message(f"trainer: {line}")
-        for warning in warnings:
+        for warning in (*warnings, *self.run_state.episodes.observe(report.trained, metrics)):
             self.log.message(f"step {report.step}: {warning}", "warning")
         return warnings

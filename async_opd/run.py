@@ -219,7 +219,7 @@ def _exit_status(error: BaseException, run_dir: Path) -> tuple[Status, str, int]
 async def _run(job: Job) -> int:
     log, outcome = job.log, _Outcome(job.log, job.run_dir)
     work = asyncio.create_task(_distil(job, outcome))
-    signals = SignalHandler(work, job.config.shutdown.grace_s, outcome.give_up)
+    signals = SignalHandler(work, job.config.shutdown.grace_s, outcome.give_up, log.message)
     try:
         await signals.work_ended()
     except (asyncio.CancelledError, Exception) as error:

@@ -226,7 +226,7 @@ def _prompts(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStrea
         seed=config.seed,
         shuffle=config.data.shuffle,
         cursor=job.start.cut.cursor if job.start else 0,
-        graded=config.reward is not None,
+        graded=config.reward is not None or config.environment is not None,
         limit=job.inputs.max_prompt_tokens,
         readers=readers,
         truncate=config.data.overlong == "truncate_left",

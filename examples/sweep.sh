@@ -23,6 +23,7 @@ for threshold in ${THRESHOLDS:-0 0.5 1 2}; do
 	for steps in ${SYNC_STEPS:-1 4}; do
 		runs+=("$sweep/threshold-$threshold-sync-$steps")
 		if ! grep -qs '"status": *"completed"' "${runs[-1]}/summary.json"; then
+			mkdir -p "${runs[-1]}"
 			async_opd run "$config" --staleness-threshold "$threshold" --sync-steps "$steps" \
 				--run-dir "${runs[-1]}" --resume "$@"
 		fi

@@ -33,7 +33,8 @@ from async_opd.core.errors import (
 from async_opd.core.reports import GRADE, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
-from async_opd.core.uid import Uid
+from async_opd.core.uid import Uid, turn_uid
+from async_opd.environments.episode import EpisodePlayer
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.media.engine_prompts import EnginePrompt
 from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
@@ -67,6 +68,7 @@ WAITS = {
     "weights": "the newest weights",
     "gpu": "its GPU, which others use",
     "prompts": "prompts (admission)",
+    "environment": "environments of episodes",
 }
 """Causes for which a replica computes nothing: the key ``wait_<cause>_s``, and in words."""
 
@@ -102,8 +104,6 @@ class StudentReplica:
         self._grader = RewardGrader(spec.grader, spec.kwargs["model"]) if spec.grader else None
         self._activity = Activity("generate", track=spec.name, causes=[*WAITS], cause=self._cause)
         grade = self._activity.followed(GRADE, self._grader.grade) if self._grader else None
-        self._worker = RolloutWorker(spec.consumer, queue, slots, self._roll, grade=grade)
-        self._evaluation = EvaluationWorker(slots, self._sample)
         self._rollouts = Gate()  # inside are the engine's requests for rollouts
         self._computed = self._pending_tokens = 0  # computed since the start; at most to come
 
@@ -115,6 +115,16 @@ class StudentReplica:
         with forked_engine(utils, current_platform.is_cpu()):
             self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._prompts, self._never = prompts_of(self._engine, "student", media)
+        self._player, self._episodes, play = None, None, None
+        if spec.episodes is not None:
+            longest = int(self._engine.vllm_config.model_config.max_model_len)
+            self._player = EpisodePlayer.of(spec.episodes, longest)
+            # One of these for an episode from its start to its end, an engine's slot for each turn
+            self._episodes = Slots(self._player.config.concurrency, spec.sampling.n)
+            play = self._player.play
+        room = self._episodes or slots
+        self._worker = RolloutWorker(spec.consumer, queue, room, self._roll, grade=grade)
+        self._evaluation = EvaluationWorker(slots, self._sample, play, room)
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
         self._version = self._requests = self._syncs = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
@@ -147,10 +157,32 @@ class StudentReplica:
 
     async def _roll(self, prompt: Prompt, uid: Uid) -> Rollout:
         """A rollout for the worker. RolloutFault for a prompt that the engine refuses."""
+        if self._player is None:
+            return await self._turn(prompt, uid, self._spec.sampling)
+        first = 0
+
+        async def turn(asked: Prompt, uid: Uid, sampling: SamplingSpec, number: int) -> Rollout:
+            nonlocal first  # further tries begin with another first turn
+            kept = first if number and self._spec.turn_cache == "episode" else None
+            made = await self._turn(asked, uid, sampling, number, kept)
+            first = first if number else self._syncs
+            return made
+
+        return await self._player.play(prompt, uid, self._spec.sampling, turn, self._slots.reserve)
+
+    async def _turn(
+        self,
+        prompt: Prompt,
+        uid: Uid,
+        sampling: SamplingSpec,
+        turn: int = 0,
+        cached: int | None = None,
+    ) -> Rollout:
+        """A rollout, or the ``turn`` of an episode; ``cached``: see ``_answer``."""
         begun = self._activity.clock() - self._total_paused_s
         refuse_foreign_tokens(prompt, uid, self._engine.vllm_config.model_config.get_vocab_size())
         try:
-            rollout = await self._sample(prompt, uid, self._spec.sampling, trains=True)
+            rollout = await self._sample(prompt, uid, sampling, turn, trains=True, cached=cached)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._counters["request_s"] += self._activity.clock() - self._total_paused_s - begun
@@ -161,13 +193,19 @@ class StudentReplica:
         return await self._evaluation.generate(prompts, sampling)
 
     async def _sample(
-        self, prompt: Prompt, uid: Uid, sampling: SamplingSpec, trains: bool = False
+        self,
+        prompt: Prompt,
+        uid: Uid,
+        sampling: SamplingSpec,
+        turn: int = 0,
+        trains: bool = False,
+        cached: int | None = None,
     ) -> Rollout:
-        """One answer: a rollout that ``trains``, or an evaluation's."""
+        """One answer: a rollout that ``trains``, or an evaluation's; or a turn of such."""
         self._requests += 1
         name = f"{uid}#{self._requests}"  # an evaluation's prompt may have the uid of another
         top_k = self._spec.top_k if trains else 0
-        asked = self._spec.request(uid, sampling, top_k) | self._never
+        asked = self._spec.request(turn_uid(uid, turn), sampling, top_k) | self._never
         params = SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY)
         shown = await self._prompts.of(prompt)
         max_tokens = len(shown.prompt.token_ids) + sampling.max_tokens
@@ -176,32 +214,40 @@ class StudentReplica:
             async with self._gate:
                 await self._unpaused.wait()
                 async with self._rollouts if trains else Gate():
-                    rollout = await self._answer(name, shown, uid, params, top_k, trains)
+                    rollout = await self._answer(name, shown, uid, params, trains, cached)
         finally:
             self._pending_tokens -= max_tokens
-        return rollout or await self._sample(prompt, uid, sampling, trains)
+        return rollout or await self._sample(prompt, uid, sampling, turn, trains, cached)
 
     async def _answer(
-        self, name: str, shown: EnginePrompt, uid: Uid, params: SamplingParams, k: int, trains: bool
+        self,
+        name: str,
+        shown: EnginePrompt,
+        uid: Uid,
+        params: SamplingParams,
+        trains: bool,
+        cached: int | None,
     ) -> Rollout | None:
         """The engine's answer; None if a sync overtook its request: the caller repeats it.
 
         ``version`` is read when the request is sent. A sync may follow before the engine begins,
-        and what is cached of the prompt is then of older weights than the first sampled token.
+        and what is cached of the prompt is then of older weights than the first sampled token. A
+        turn that reads what was ``cached`` after so many syncs, as one long request would, may.
         """
         version = self._version
-        request: Any = shown.request(f"s{self._syncs}")
+        request: Any = shown.request(f"s{self._syncs if cached is None else cached}")
         with self._activity.busy() as begun:
             outputs = self._engine.generate(request, params, name, lora_request=self._adapter)
             async for output in outputs:
                 if output.finished:
+                    k = int(params.logprobs or 0)
                     rollout = rollout_of(uid, shown.prompt, output.outputs[0], k)
                     self._counters["tokens"] += len(rollout.response_ids)
                     if trains:  # an evaluation's prompt may have the uid of another
                         self._activity.sampled(uid, begun)
                     newer = any(span.version > version for span in rollout.version_spans[:1])
-                    cached = output.num_cached_tokens or shown.rendered
-                    return None if newer and cached else rollout
+                    older = cached is None and (output.num_cached_tokens or shown.rendered)
+                    return None if newer and older else rollout
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
@@ -345,6 +391,7 @@ class StudentReplica:
                 "limit": float(self._slots.limit),
                 "grading": float(self._worker.grading),
                 "version": float(self._version),
+                **({} if self._player is None else self._player.gauges),
             },
             busy=self._activity.drain(),
             waits_for=self._waits_for,
@@ -359,10 +406,14 @@ class StudentReplica:
         return "" if self._activity.depth and not self._mixed else WAITS[self._cause()]
 
     def _cause(self) -> str:
-        return cause_of(paused=not self._unpaused.is_set(), asleep=self._gate.closed)
+        cause = cause_of(paused=not self._unpaused.is_set(), asleep=self._gate.closed)
+        plays = self._episodes is not None and self._episodes.running > 0
+        return "environment" if plays and cause == "prompts" else cause
 
     async def shutdown(self) -> None:
-        """Ends the processes of the engine and of the grader."""
+        """Ends the processes of the engine, of the grader and of environments."""
         if self._grader is not None:
             self._grader.close()
+        if self._player is not None:
+            self._player.environments.close()
         self._engine.shutdown()

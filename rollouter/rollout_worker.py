@@ -213,7 +213,7 @@ class RolloutWorker:
             cause = f"rollout {uid}: the student's own log-probabilities are not finite"
             raise RolloutFault("student", cause, "its weights may have diverged: lower train.lr")
         if self._grade is None:
-            return rollout
+            return rollout.without_row
         self.grading += 1
         try:
             return await self._grade(rollout)
@@ -238,12 +238,12 @@ class RewardGrader:
         if row is None:
             raise StageError("grader", f"rollout {rollout.uid} came without its prompt's row")
         try:
-            text = self._text.decode(rollout.response_ids.tolist())
+            text = "\n".join(self._text.decode(turn.tolist()) for turn in rollout.turns)
             reward = float(await self._graders.grade(text, row))
         except GradeError as error:
             cause = f"rollout {rollout.uid}: {error.cause}"
             raise GradeError(error.stage, cause, error.remedy) from error
-        return replace(rollout, prompt=replace(rollout.prompt, row=None), reward=reward)
+        return replace(rollout.without_row, reward=reward)
 
     def close(self) -> None:
         """Ends the grader's processes."""

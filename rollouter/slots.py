@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from typing import Literal
 
 SlotReservation = AbstractAsyncContextManager[None]
@@ -22,14 +24,19 @@ EVALUATION_SHARE = 8
 
 
 class Slots:
-    """A semaphore whose limit can change; the oldest reservation gets the next free slot."""
+    """A semaphore whose limit can change.
+
+    The oldest reservation gets the next free slot, of those for the latest turn of an episode: its
+    prefix is in the engine's cache, and episodes end in about the order in which they began.
+    """
 
     def __init__(self, limit: int, group_size: int = 1) -> None:
         self.limit = limit
         self.running = 0
         self.evaluating = 0
         self._group_size = group_size
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap
+        self._numbers = count()
         self._evaluations: deque[asyncio.Future[None]] = deque()
         self._changed = asyncio.Event()
 
@@ -46,10 +53,10 @@ class Slots:
             self.limit = limit
             self._settle()
 
-    def reserve(self) -> SlotReservation:
+    def reserve(self, turn: int = 0) -> SlotReservation:
         """Queues for a slot at once; ``async with`` on the result waits for it and holds it."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(ready)
+        heappush(self._waiting, (-turn, next(self._numbers), ready))
         self._settle()
         return self._slot(ready)
 
@@ -85,7 +92,7 @@ class Slots:
 
     def _settle(self) -> None:
         while self._waiting and self.running < self.limit:
-            self.running += _begun(self._waiting.popleft())
+            self.running += _begun(heappop(self._waiting)[2])
         while self._evaluations and self.evaluating < self.for_evaluation:
             self.evaluating += _begun(self._evaluations.popleft())
         self._changed.set()

@@ -7,9 +7,11 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.sections.loss import score_kind, scored_top_k
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
+from async_opd.environments.episode import EpisodeSpec
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.models.adapted import adapter_kwargs
 from async_opd.models.engine_args import Device, engine_kwargs
@@ -25,7 +27,7 @@ class StudentEngineSpec:
     objective needs none; ``grader`` gives the task reward, in runs with one. With a ``seed`` every
     rollout has a different seed, derived from it and the uid. ``incarnation`` counts the restarts.
     ``beside``: see ``async_opd.models.engine_args.fitted``. One that ``evaluates`` takes no prompts
-    of the queue, and grades no rewards.
+    of the queue, and grades no rewards. ``episodes``: in runs with an environment.
     """
 
     name: str
@@ -40,6 +42,8 @@ class StudentEngineSpec:
     incarnation: int = 0
     beside: int | None = None
     evaluates: bool = False
+    episodes: EpisodeSpec | None = None
+    turn_cache: Literal["version", "episode"] = "version"
 
     @classmethod
     def of(
@@ -87,12 +91,14 @@ class StudentEngineSpec:
             concurrency=rollout.concurrency,
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
             grader=None
-            if evaluates or config.reward is None
+            if evaluates or config.reward is None or config.reward.grader == ENVIRONMENT
             else GraderSpec.of(config, config.reward.grader),
             seed=config.seed if rollout.reproducible else None,
             incarnation=incarnation,
             beside=beside,
             evaluates=evaluates,
+            episodes=None if config.environment is None else EpisodeSpec(config),
+            turn_cache=rollout.turn_cache,
         )
 
     @property

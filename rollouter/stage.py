@@ -35,7 +35,7 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import Event, EventLog
 from async_opd.processes.members import Member, MemberSet, Policy, Probe
-from async_opd.queue.sizes import calls
+from async_opd.queue.sizes import EpisodeBounds, calls
 from async_opd.waiting.deadline import Timer, gather_or_cancel, race
 from async_opd.waiting.liveness import ANSWER_S, CombinedProgress
 from async_opd.waiting.waits import Waits
@@ -92,6 +92,7 @@ class RollouterStage:
         pool: str = "rollout",
         start_s: float = math.inf,
         displaced: Probe[RolloutReplica] | None = None,
+        episodes: EpisodeBounds | None = None,
     ) -> None:
         """Without ``rebuild`` a replica that fails is GONE.
 
@@ -99,8 +100,10 @@ class RollouterStage:
         weights than it should. None: all of them may from the start.
 
         ``answer_s`` bounds the answer of each replica to ``progress``; see liveness.answer_s.
-        ``start_s`` and ``displaced``: see Policy.
+        ``start_s`` and ``displaced``: see Policy. ``episodes``: the bounds of answers that are
+        episodes.
         """
+        self._episodes = episodes
         self._served: Counter[str] = Counter()  # reports, one a step, with finished rollouts
         policy = Policy[RolloutReplica](
             supervision=supervision or SupervisionConfig(),
@@ -146,7 +149,7 @@ class RollouterStage:
                 *(
                     self._answers(member, call, sampling)
                     for member, part in zip(serving, parts, strict=False)
-                    for call in calls(part, sampling)
+                    for call in calls(part, sampling, self._episodes)
                 )
             )
             by_uid |= {rollout.uid: rollout for answer in answers for rollout in answer}

@@ -23,10 +23,10 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import one_line
-from async_opd.queue.sizes import calls
+from async_opd.queue.sizes import EpisodeBounds, calls
 from async_opd.waiting.deadline import gather_or_cancel
 from teachers.protocols import ScoringReplica
-from teachers.replica_slots import ReplicaSlots, score_checked, tokens_of
+from teachers.replica_slots import IN_FLIGHT, ReplicaSlots, score_checked, tokens_of
 
 Result = TypeVar("Result")
 
@@ -42,8 +42,9 @@ class ScoreResult:
 class TeacherPool:
     """Scores batches on the replicas of one teacher."""
 
-    def __init__(self, slots: ReplicaSlots) -> None:
-        self.slots = slots
+    def __init__(self, slots: ReplicaSlots, episodes: EpisodeBounds | None = None) -> None:
+        """``episodes``: the bounds of the teacher's own answers, if they are episodes."""
+        self.slots, self._episodes = slots, episodes
         self.balancer = slots.balancer
         self._name = slots.name
         self._health = slots.health
@@ -63,12 +64,17 @@ class TeacherPool:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """The teacher's own answers, each call from one replica."""
-        parts = calls(prompts, sampling)
+        parts = calls(prompts, sampling, self._episodes)
         answers = await gather_or_cancel(*(self._generate(part, sampling) for part in parts))
         return [rollout for answer in answers for rollout in answer]
 
     async def _generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in prompts)
+        longest, playing_s, played = sampling.max_tokens, 0.0, self._episodes
+        if played is not None:
+            longest = max(longest, played.tokens)
+            answers = IN_FLIGHT * len(prompts) * sampling.n  # another call may have begun before
+            playing_s = math.ceil(answers / played.concurrency) * played.seconds
+        tokens = sum(len(p.token_ids) + sampling.n * longest for p in prompts)
         outcome = await self._tries(
             self._health.tries,
             "generate",
@@ -76,6 +82,7 @@ class TeacherPool:
             None,
             partial(_result_or_fault, lambda r: r.generate(prompts, sampling)),
             least_s=self._health.response_s(sampling.max_tokens),
+            playing_s=playing_s,
         )
         if isinstance(outcome, Exception):
             raise outcome
@@ -111,6 +118,7 @@ class TeacherPool:
         group: str | None,
         work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
+        playing_s: float = 0.0,
     ) -> Result | Exception:
         """The first result of the work on the replicas, or the error of the last try."""
         failure: Exception | None = None
@@ -119,7 +127,7 @@ class TeacherPool:
             reservation = await self.balancer.reserve(tokens, group)
             started = self._clock()
             try:
-                result = await self.slots.call(reservation, what, work, least_s)
+                result = await self.slots.call(reservation, what, work, least_s, playing_s)
             except Exception as error:
                 failure = error
             else:

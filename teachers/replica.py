@@ -1,12 +1,13 @@
 """One replica of a teacher: a vLLM engine that scores the student's tokens.
 
-rollouts ──scoring.py──► engine with scoring_worker.py ──► arrays of the response positions
+rollouts ──segments.py, scoring.py──► engine with scoring_worker.py ──► arrays of positions
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 from vllm import AsyncEngineArgs
@@ -15,10 +16,13 @@ from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.batch import Batch
+from async_opd.core.errors import RolloutFault
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
+from async_opd.core.scores import Scores
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
+from async_opd.environments.episode import EpisodePlayer
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.processes.engine_workers import on_workers
@@ -26,6 +30,7 @@ from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import gather_or_cancel
 from teachers.meter import ScoringMeter
 from teachers.scoring import RequestScoring
+from teachers.segments import score_segments
 from teachers.spec import TeacherEngineSpec
 
 
@@ -42,6 +47,9 @@ class TeacherReplica:
         self._media = media
         self._scoring = RequestScoring(spec, self._engine, media)
         self._meter = ScoringMeter(spec.name)
+        longest = int(self._engine.vllm_config.model_config.max_model_len)
+        episodes = spec.episodes
+        self._player = None if episodes is None else EpisodePlayer.of(episodes, longest)
         self._requests = 0
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -62,26 +70,43 @@ class TeacherReplica:
 
     async def _score(self, rollout: Rollout) -> Sample:
         """The sample; its rollout has no student's top-k any more, which the scores contain."""
-        seen, uid = rollout.for_teacher, rollout.uid
-        await self._unpaused.wait()
-        scores = await self._scoring.score(seen, self._next_id(uid))
+        scores = await score_segments(self._spec.name, rollout, self._score_segment)
         return Sample(rollout.without_teacher_inputs, scores)
+
+    async def _score_segment(self, segment: Rollout) -> Scores:
+        await self._unpaused.wait()
+        return await self._scoring.score(segment, self._next_id(segment.uid))
 
     def _next_id(self, uid: Uid) -> str:
         self._requests += 1
         return f"{uid}#{self._requests}"
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """The teacher's own answers, ``sampling.n`` to each prompt, in order."""
+        """The teacher's own answers, ``sampling.n`` to each prompt, in order.
+
+        An episode that cannot be played is an answer with its ``fault``.
+        """
         return await gather_or_cancel(
             *(
-                self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
+                self._answer(prompt, rollout_uid(prompt.uid, index), sampling)
                 for prompt in prompts
                 for index in range(sampling.n)
             )
         )
 
-    async def _sample(self, prompt: Prompt, uid: Uid, sampling: SamplingSpec) -> Rollout:
+    async def _answer(self, prompt: Prompt, uid: Uid, sampling: SamplingSpec) -> Rollout:
+        if self._player is None:
+            return await self._sample(prompt, uid, sampling)
+        try:
+            slots = nullcontext()
+            made = await self._player.play(prompt, uid, sampling, self._sample, lambda _: slots)
+        except RolloutFault as fault:
+            made = Rollout.unanswered(uid, prompt, fault)
+        return made.without_row
+
+    async def _sample(
+        self, prompt: Prompt, uid: Uid, sampling: SamplingSpec, turn: int = 0
+    ) -> Rollout:
         asked = asdict(replace(sampling, n=1)) | {"stop_token_ids": list(self._spec.eos_ids)}
         await self._unpaused.wait()
         with self._meter.activity.busy():
@@ -124,5 +149,7 @@ class TeacherReplica:
         return with_images(self._meter.report(), self._media)
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes."""
+        """Ends the processes of the engine and of environments."""
+        if self._player is not None:
+            self._player.environments.close()
         self._engine.shutdown()

@@ -107,12 +107,14 @@ class ReplicaSlots:
         what: str,
         work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
+        playing_s: float = 0.0,
     ) -> Result:
         """The result of the work, whose replica is ejected if it fails or is late.
 
-        The longer of ``least_s`` and ``_bound`` limits its seconds. The reservation ends.
+        The longer of ``least_s`` and ``_bound`` limits its seconds, with ``playing_s`` more for
+        environments. The reservation ends.
         """
-        bound = max(least_s, self._bound(reservation.outstanding))
+        bound = max(least_s, self._bound(reservation.outstanding)) + playing_s
         try:
             result = await self.members.call(reservation.member, bound, what, work)
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ScoreKind, score_kind, scored_top_k
 from async_opd.config.sections.teachers import EngineTeacher, VllmTeacher
+from async_opd.environments.episode import EpisodeSpec
 from async_opd.models.engine_args import Device, engine_kwargs
 from async_opd.models.model_files import is_vision_model
 
@@ -18,7 +19,7 @@ class TeacherEngineSpec:
 
     ``kind`` is the kind of scores that it returns; ``top_k`` is 0 for kinds without one.
     ``temperature`` applies to its log-probabilities, not to hidden states. ``beside``: see
-    ``async_opd.models.engine_args.fitted``.
+    ``async_opd.models.engine_args.fitted``. ``episodes``: how it plays those of an environment.
     """
 
     name: str
@@ -28,6 +29,7 @@ class TeacherEngineSpec:
     eos_ids: tuple[int, ...]
     temperature: float = 1.0
     beside: int | None = None
+    episodes: EpisodeSpec | None = None
 
     @classmethod
     def of(
@@ -62,4 +64,5 @@ class TeacherEngineSpec:
             eos_ids=eos_ids,
             temperature=settings.temperature,
             beside=beside,
+            episodes=None if config.environment is None else EpisodeSpec(config, teacher),
         )

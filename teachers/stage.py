@@ -31,6 +31,7 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import DEAD, SCORED, Lease, Queue, SamplingSpec, rollouts_topic
 from async_opd.processes.events import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
+from async_opd.queue.sizes import EpisodeBounds
 from async_opd.sharing.backlog import ScoreBacklog
 from async_opd.waiting.deadline import StageCalls, Timer, gather_or_cancel, offload
 from async_opd.waiting.waits import Waits
@@ -59,6 +60,7 @@ class ScorerStage:
         backlog_size: int = 1,
         call_tokens: Mapping[str, int] | None = None,
         start_s: float = math.inf,
+        episodes: EpisodeBounds | None = None,
         timer: Timer | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
@@ -66,12 +68,19 @@ class ScorerStage:
         ``consumer`` is the stage's name in the queue. ``hosts[teacher]`` names the pool of GPU
         hosts of a colocated teacher; ``backlog_size`` rollouts make its backlog full.
         ``call_tokens[teacher]`` bounds the tokens of a call: its answer is one message.
-        ``start_s``: see Policy.
+        ``start_s``: see Policy. ``episodes``: the bounds of the teachers' own answers, if these
+        are episodes.
         """
         self._hosts = dict(hosts or {})
         self._event_log = EventLog()
         self._pools = _pools(
-            teachers, health or {}, rebuild, supervision, asleep=self._hosts, start_s=start_s
+            teachers,
+            health or {},
+            rebuild,
+            supervision,
+            asleep=self._hosts,
+            start_s=start_s,
+            episodes=episodes,
         )
         waits = Waits(self._event_log.append, timer)
         for pool in self._pools.values():
@@ -319,6 +328,7 @@ def _pools(
     supervision: SupervisionConfig | None,
     asleep: Collection[str],
     start_s: float,
+    episodes: EpisodeBounds | None,
 ) -> dict[str, TeacherPool]:
     """A pool per teacher; the replicas of the teachers in ``asleep`` sleep now."""
     pools: dict[str, TeacherPool] = {}
@@ -326,5 +336,5 @@ def _pools(
         of = health.get(name, HealthConfig())
         given = (name, replicas, of, rebuild, supervision)
         slots = ReplicaSlots(*given, asleep=name in asleep, start_s=start_s)
-        pools[name] = TeacherPool(slots)
+        pools[name] = TeacherPool(slots, episodes)
     return pools

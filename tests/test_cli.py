@@ -161,6 +161,40 @@ def test_a_wrong_override_is_told_alike_in_both_forms(
     assert "command line: train.stps: unknown key (value 8)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "check", "report"])
+def test_overrides_are_not_among_the_arguments_that_are_required(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    required = capsys.readouterr().err.rpartition("required: ")[2].strip()
+    assert required in ("config", "RUN_DIR|URL")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chekc", EXAMPLE], "no command chekc: did you mean check?"),
+        (["init", "--model", "x"], "(did you mean --student or --teacher?)"),
+        (["run", EXAMPLE, "--model", "x"], "or --set teachers.<name>.model=…?)"),
+    ],
+)
+def test_a_mistyped_command_or_option_is_answered_with_what_was_meant(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    printed = capsys.readouterr().err
+    assert (caught.value.code, said in printed) == (2, True), printed
+    assert words[0] == "chekc" or f"usage: async_opd {words[0]} " in printed
+
+
+def test_check_says_how_often_each_prompt_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["train.steps=100", "train.batch_size=8", "rollout.n=2", "async.sync_steps=4"]
+    assert main(["check", EXAMPLE, *FEW, *sizes]) == 0
+    assert "training prompts (the steps take 400: each " in capsys.readouterr().out
+
+
 def test_every_command_with_overrides_takes_set(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("run", "check", "plan", "doctor", "report", "eval", "init", "quickstart"):
         with pytest.raises(SystemExit):

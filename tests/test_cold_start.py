@@ -15,7 +15,7 @@ from async_opd.cold_start import ColdStart
 from async_opd.config.load import load_config
 from async_opd.config.sections.data import ColdStartConfig
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import CheckpointError, StageError, StageTimeout
+from async_opd.core.errors import CheckpointError, RolloutFault, StageError, StageTimeout
 from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
@@ -71,13 +71,20 @@ class Trainer:
 class Teachers:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, SamplingSpec]] = []
+        self.faulty: Sequence[str] = ()
 
     async def generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         self.asked.append((teacher, len(prompts), sampling))
         await asyncio.sleep(0)
-        return [Rollout.answer(f"{p.uid}/0", p, [ord(teacher)], "stop") for p in prompts]
+        fault = RolloutFault("environment", "its process died")
+        return [
+            Rollout.unanswered(f"{p.uid}/0", p, fault)
+            if p.uid in self.faulty
+            else Rollout.answer(f"{p.uid}/0", p, [ord(teacher)], "stop")
+            for p in prompts
+        ]
 
 
 class Bounds:
@@ -150,6 +157,15 @@ async def test_rows_that_cannot_be_used_are_replaced_by_the_next_ones_and_counte
     assert [line for line in world.log.lines if "left out" in line] == [
         "cold start: a row is left out, others are counted: bad"
     ]
+
+
+async def test_a_row_whose_episode_fails_is_replaced_by_the_next_one() -> None:
+    world = World(batch=2, steps=1, answers="teacher")
+    world.teachers.faulty = ["1"]
+    await world.run()
+    assert world.responses == [[[ord("a")], [ord("a")]]]
+    assert world.log.rows[-1]["cold_start/unusable_rows"] == 1
+    assert "its process died" in world.log.lines[1]
 
 
 async def test_data_without_any_answer_end_the_run() -> None:

@@ -38,6 +38,8 @@ from tests.world.run import (
     world,
 )
 from tests.world.trainer import Disk
+from trainer.batches.batch_metrics import masked_tokens
+from trainer.batches.token_weights import TokenWeighting
 
 
 async def test_every_admitted_sample_is_trained_and_no_image_is_held_when_the_run_ends() -> None:
@@ -651,6 +653,32 @@ def test_whatever_straggles_no_sample_is_trained_beyond_the_hard_bound(
     made = finished(**shape, max_lag=max_lag, pace=Straggling(shape["seed"]))
     assert max(made.trainer.staleness) <= max_lag
     assert_each_trained_once(made, shape["steps"])
+
+
+def ages(made: World, max_lag: int) -> list[tuple[int, bool]]:
+    """Of every token that the trainer took: how many versions old it was, and whether masked."""
+    found = []
+    for rollout, (_, version) in zip(made.trainer.rollouts, made.trainer.trained, strict=True):
+        masked = masked_tokens(rollout, TokenWeighting(max_lag=max_lag).oldest(version)).tolist()
+        for span in rollout.version_spans:
+            found += [(version - span.version, one) for one in masked[span.start : span.end]]
+    return found
+
+
+@examples(40)
+@given(**shapes, max_lag=st.integers(0, 2))
+def test_whatever_straggles_a_mask_trains_each_sample_once_and_no_token_beyond_the_bound(
+    max_lag: int, **shape: Any
+) -> None:
+    made = finished(**shape, pace=Straggling(shape["seed"]))
+    assert_each_trained_once(made, shape["steps"])
+    assert made.counts["requeued"] == 0
+    assert all(masked == (age > max_lag) for age, masked in ages(made, max_lag))
+
+
+def test_tokens_that_straggle_beyond_the_bound_are_masked() -> None:
+    made = finished(seed=1, steps=12, s=1.0, k=1, n=1, pace=Straggling(1))
+    assert {masked for _, masked in ages(made, 0)} == {True, False}
 
 
 def test_samples_that_straggle_beyond_the_bound_run_again_and_are_counted() -> None:

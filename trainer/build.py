@@ -44,8 +44,9 @@ def build_learner(
     from async_opd.config.sections.loss import cuts
 
     teachers = {name: teacher.weight for name, teacher in config.teachers.items()}
-    max_tokens = config.rollout.max_tokens
-    weighting = TokenWeighting.of(config.loss, config.reward, max_tokens, teachers)
+    max_tokens = config.response_tokens
+    max_lag = config.async_.lag_to("mask")
+    weighting = TokenWeighting.of(config.loss, config.reward, max_tokens, teachers, max_lag)
     learner = Learner(build_rank(config, device_name, spec), weighting, rank_group)
     rollout = config.rollout
     learner.comparable = not cuts(rollout.top_p, rollout.top_k, rollout.min_p)

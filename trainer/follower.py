@@ -57,7 +57,11 @@ class Follower:
         return replace(found, micro_batches=())
 
     async def backward(
-        self, number: int | None = None, factors: Factors = None, version: int | None = None
+        self,
+        number: int | None = None,
+        factors: Factors = None,
+        version: int | None = None,
+        oldest: int = 0,
     ) -> BackwardResult:
         """Runs Rank.backward on the batch of this number, or on all that was taken."""
         if number is None:
@@ -65,7 +69,7 @@ class Follower:
         else:
             given = list(self._fetched[number])
             self._fetched = {key: v for key, v in self._fetched.items() if key > number}
-        return await self.computing.run(self.rank.backward, given, factors, version)
+        return await self.computing.run(self.rank.backward, given, factors, version, oldest)
 
     async def write(self, folder: str) -> RankFile:
         """See Rank.write; steps go on meanwhile."""

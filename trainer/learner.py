@@ -31,7 +31,7 @@ from async_opd.core.reports import WrittenFile
 from async_opd.core.samples import Header, Sample
 from async_opd.weight_sync.layout import HeldRow, Reference
 from trainer.batches.balance import Balance, Balancing
-from trainer.batches.batch_metrics import batch_metrics, repetition
+from trainer.batches.batch_metrics import batch_metrics, masked_shares, repetition
 from trainer.batches.micro_batches import Groups, MicroBatch, assign_micro_batches
 from trainer.batches.micro_batches import planned as planned_of
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
@@ -158,7 +158,10 @@ class Learner:
         """
         started = time.perf_counter()
         rate = learning_rate(self._step, self._train) * self.lr_factor
-        plan = replace(plan, factors=self._balancing.factors(plan.headers))
+        weighting = self._balancing.weighting
+        oldest = weighting.oldest(self.version)
+        factors = self._balancing.factors(plan.headers, oldest)
+        plan = replace(plan, factors=factors, oldest=oldest)
         unchanged = self.unchanged
         means, norm, fault = self._compute(plan, own, rate, number)
         recorded = self._recorded(fault)
@@ -171,6 +174,7 @@ class Learner:
         metrics = {
             **means,
             **self._balancing.trained(means, fault),
+            **weighting.masked(plan.headers, oldest),
             "train/grad_norm": norm,
             "train/lr": rate,
             "train/skipped_steps": float(self._skipped),
@@ -243,14 +247,17 @@ class Learner:
         group = self._rank_group
         try:
             version = self.version if self.unchanged and self.comparable else None
-            given = [(number, plan.factors, version)] * (group.ranks - 1)
-            with dispatched(group, "backward", given) as results:
-                computed = [self._rank.backward(own, plan.factors, version), *results()]
-            means = step_metrics([one.sums for one in computed]) | plan.rewards
+            how = plan.factors, version, plan.oldest
+            with dispatched(group, "backward", [(number, *how)] * (group.ranks - 1)) as results:
+                computed = [self._rank.backward(own, *how), *results()]
+            means = step_metrics([one.sums for one in computed])
+            moves = len(means) > 1  # of no tokens there is a total of 0 alone
+            means |= plan.rewards | masked_shares([one.turns for one in computed])
             means |= mismatch([one.gaps for one in computed], self._sharing)
             fault = not_finite(means, computed[0].norm)
-            means |= memory_metrics(self._on_all_ranks("apply", None if fault else rate))
-            self.unchanged = self.unchanged and bool(fault)
+            moved = rate if moves and not fault else None
+            means |= memory_metrics(self._on_all_ranks("apply", moved))
+            self.unchanged = self.unchanged and moved is None
         except BaseException:
             group.mark_broken()
             self._rank.apply(None)

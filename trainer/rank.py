@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,7 @@ import torch
 from async_opd.config.device_defaults import offloads
 from async_opd.core.samples import Header
 from async_opd.weight_sync.layout import HeldRow, Reference
+from trainer.batches.batch_metrics import TurnCounts, masked_by_turn
 from trainer.batches.micro_batches import Factors, MicroBatch, scaled
 from trainer.batches.packing import Row, Vocabularies, pack
 from trainer.context import ACROSS, Context
@@ -67,12 +68,13 @@ Gathered = Literal["weights", "exported"]
 class BackwardResult:
     """The rank's ``losses.report.token_sums``; the norm of all ranks' gradients, not clipped.
 
-    ``gaps`` of the rank's fresh tokens, if it has any.
+    ``gaps`` of the rank's fresh tokens, if it has any. ``turns``: see ``masked_by_turn``.
     """
 
     sums: dict[str, float]
     norm: float
     gaps: Gaps | None = None
+    turns: TurnCounts = field(default_factory=TurnCounts)
 
 
 class Rank:
@@ -163,13 +165,18 @@ class Rank:
             park(self._student_loss)
 
     def backward(
-        self, own: Sequence[MicroBatch], factors: Factors = None, version: int | None = None
+        self,
+        own: Sequence[MicroBatch],
+        factors: Factors = None,
+        version: int | None = None,
+        oldest: int = 0,
     ) -> BackwardResult:
         """Computes the gradient of the sum of all ranks' losses, clipped to ``max_grad_norm``.
 
-        It stays until ``apply``, also after an error. ``factors`` by teacher multiply the token
-        weights in the distillation loss; see ``batches.balance``. ``version``: that of the weights,
-        by which tokens are fresh; None if a step has changed them since they had it.
+        It stays until ``apply``, also after an error. ``factors`` by uid multiply the token weights
+        in the distillation loss (``batches.balance``), where tokens of versions before ``oldest``
+        have none. ``version``: that of the weights, by which tokens are fresh; None if a step has
+        changed them since they had it.
         """
         own = scaled(own, factors)
         if self.keeper is not None:
@@ -181,9 +188,14 @@ class Rank:
         given = reducing_last(self._student_loss, own) if self.reduces_once else own
         measured: list[FreshTokens] = []
         parts = enumerate(given)
-        sums = merged([self._backward(number, one, version, measured) for number, one in parts])
+        at = version, oldest
+        sums = merged([self._backward(number, one, at, measured) for number, one in parts])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
-        return BackwardResult(sums, float(full_tensor(norm)), gaps_of(measured))
+        turns = TurnCounts()
+        if oldest:
+            counted = (rollout for one in own if one.counts for rollout in one.rollouts)
+            turns = masked_by_turn(counted, oldest)
+        return BackwardResult(sums, float(full_tensor(norm)), gaps_of(measured), turns)
 
     def cost(self, header: Header) -> float:
         """Model FLOPs of a sample: see ``ModelSize.of_sample``."""
@@ -312,14 +324,14 @@ class Rank:
         self,
         number: int,
         micro_batch: MicroBatch,
-        version: int | None,
+        versions: tuple[int | None, int],
         measured: list[FreshTokens],
     ) -> Metrics:
         """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts.
 
-        Adds its fresh tokens to ``measured``, if it has any.
+        Adds its fresh tokens to ``measured``, if it has any. ``versions``: see ``pack``.
         """
-        packed = pack(micro_batch.samples, micro_batch.token_weights, version)
+        packed = pack(micro_batch.samples, micro_batch.token_weights, *versions)
         packed = replace(
             packed, images=images_of(self.sight, micro_batch.rollouts, micro_batch.images)
         )

@@ -174,13 +174,14 @@ class ModelSize:
             return cls(sum(map(_counted, model.parameters())), 0, (), (), unknown=why)
 
     def of_sample(self, header: Header, image_tokens: int = 0, dense: bool = False) -> float:
-        """FLOPs of a sample: linear in its tokens and in its images', and attention's.
+        """FLOPs of a sample: linear in its tokens and in its images', and its segments' attention.
 
         Without attention's where it computes whole packed rows (``dense``), whatever is in them;
         without that of the tower, which is within each image.
         """
         size = replace(self, attention=(), windows=()) if dense else self
-        of_tokens = size.training_flops([header.tokens], [header.response_tokens])
+        lengths = header.segments or [header.tokens]
+        of_tokens = size.training_flops(lengths, [header.response_tokens])
         entries = self.tower * self.patches + self.projector
         return of_tokens + float(MULTIPLY_ADD * WITH_BACKWARD * entries * image_tokens)
 

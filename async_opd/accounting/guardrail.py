@@ -114,7 +114,8 @@ class Guardrail:
     def _sentence(self, key: str) -> str:
         value = self.state.means[key]
         finding = {
-            "truncated": f"{value:.0%} of the responses are cut off at rollout.max_tokens",
+            "truncated": f"{value:.0%} of the responses are cut off at rollout.max_tokens, or at "
+            "the bounds of an episode",
             "repetition": f"{value:.0%} of the responses' {GRAM}-grams repeat earlier ones",
             "drift": f"responses are {value:.1f} times as long as at the start",
             "mismatch": "engines and trainer give tokens probabilities that differ by a factor of "

@@ -200,7 +200,7 @@ class PromptSupply:
                     f"time with {header.tokens} tokens of prompt and response: it lasts longer "
                     "than async.max_version_lag allows, and each time is wasted → raise "
                     "async.max_version_lag or async.sync_steps, lower rollout.max_tokens, or set "
-                    "async.on_stale to train",
+                    "async.on_stale to mask",
                     "warning",
                 )
         return self.ledger.requeued(expected)

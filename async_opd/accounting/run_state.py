@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters, DeadLettersState
+from async_opd.accounting.episodes import EpisodeWatch
 from async_opd.accounting.guardrail import Guardrail, GuardrailState
 from async_opd.accounting.images import ImagesInFlight
 from async_opd.accounting.journal import Journal
@@ -130,6 +131,7 @@ class RunState:
             log,
             whole_groups=config.rollout.n if config.reward is not None else None,
         )
+        self.episodes = EpisodeWatch(config.environment)
         self.guardrail = Guardrail(
             config.guardrail,
             quantized=config.rollout.engine.scheme is not None

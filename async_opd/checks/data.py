@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 
 from async_opd.checks.findings import Findings
 from async_opd.checks.room import Room, Tally
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import PromptSource
-from async_opd.config.user_code import SOURCES, UserCodeError, find_user_code
+from async_opd.config.user_code import ENVIRONMENTS, SOURCES, UserCodeError, find_user_code
 from async_opd.core.errors import SourceError, in_words
 from async_opd.core.row import Media, Row
 from async_opd.data.mixture import passes
@@ -19,6 +20,8 @@ from async_opd.data.prompts import added
 from async_opd.data.stored_rows import KeptRows, read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
+from async_opd.environments.kinds import EXTRA
+from async_opd.environments.pool import EnvironmentSpec, environment_fault
 from async_opd.grading.accuracy import metric_names
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.grading.graders import (
@@ -33,6 +36,8 @@ from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.queue.sizes import in_mib
 from async_opd.waiting.own_loop import run_to_end
+
+MOST_NAMED = 5
 
 
 @dataclass
@@ -107,6 +112,42 @@ class DataChecks:
         if fault:
             self.found.add(key, fault, f"{KNOWN}, or module:function on PYTHONPATH")
 
+    def environment(self, train: Sequence[Rows]) -> None:
+        """Checks that an episode begins with the first training row, and that no row has images."""
+        given = self.config.environment
+        if given is None:
+            return
+        for part in ("train", "eval"):
+            pictured = self.parts[part].pictured
+            if pictured.count:
+                message = (
+                    f"{pictured.count} rows have images, the first is {pictured.first}: episodes "
+                    "of several turns are of text"
+                )
+                self.found.add(f"data.{part}", message, "leave these rows out, or environment")
+        if given.kind == "gymnasium" and find_spec("gymnasium") is None:
+            self.found.add("environment.kind", "the package gymnasium is not installed", EXTRA)
+        elif self.load:
+            first = next((row for rows in train for row in checked(rows)), None)
+            fault = run_to_end(environment_fault(EnvironmentSpec.of(self.config), first))
+            if fault is not None:
+                self.found.add("environment", fault.cause, fault.remedy)
+        elif given.kind == "gymnasium":  # no statement of its module names what that registers
+            for module in (name.rpartition(":")[0] for name in given.code):
+                if find_spec(module.partition(".")[0]) is None:
+                    cause = f"the module {module} does not exist"
+                    self.found.add("environment.id", cause, "put it on PYTHONPATH")
+        else:
+            self._find(*given.code)
+
+    def _find(self, *names: str) -> None:
+        """Checks that code of an environment is there; nothing of it runs."""
+        for name in names:
+            try:
+                find_user_code(name, ENVIRONMENTS)
+            except UserCodeError as error:
+                self.found.add("environment", str(error), "put its module on PYTHONPATH")
+
     def best_metric(self) -> None:
         """Checks that evaluations have what ``checkpoint.keep_best`` compares."""
         metric, sources = self.config.checkpoint.keep_best, sorted(self.parts["eval"].routes)
@@ -146,11 +187,7 @@ class DataChecks:
             except UserCodeError as error:
                 self.found.add(key, str(error), "put its module on PYTHONPATH", source.label)
             except SourceError as error:
-                place = source.label + ("" if error.row is None else f", row {error.row}")
-                usual = "check the path" if "exist" in error.message else "write another file"
-                usual = usual if error.row is None else "correct the row, or remove it"
-                remedy = error.remedy or usual
-                self.found.add(key, error.message, remedy, place)
+                self._unreadable(key, source.label, error)
             except ImportError as error:
                 extra = "vision" if error.name == "PIL" else "data"
                 remedy = f"pip install 'async-opd[{extra}]'"
@@ -159,6 +196,19 @@ class DataChecks:
             self.parts[part].unread |= not checked(rows)
             read.append(rows)
         return read
+
+    def _unreadable(self, key: str, label: str, error: SourceError) -> None:
+        """Adds the fault of a source, or those of its first wrong rows, each with all its rows."""
+        if error.row is None:
+            usual = "check the path" if "exist" in error.message else "write another file"
+            self.found.add(key, error.message, error.remedy or usual, label)
+            return
+        faults = dict[tuple[str, str], list[str]]()
+        for one in (error, *error.others):
+            faults.setdefault((one.message, one.remedy), []).append(str(one.row))
+        for (message, remedy), at in faults.items():
+            place = f"{label}, row{'s' * (len(at) > 1)} {', '.join(at)}"
+            self.found.add(key, message, remedy or "correct the row, or remove it", place)
 
     def _read(self, part: str, key: str, source: PromptSource, index: int) -> Rows:
         facts = self.parts[part]
@@ -184,7 +234,12 @@ class DataChecks:
 
     def routes(self) -> None:
         """Checks that each data source has one teacher, and each teacher a data source."""
-        if self.config.lone_teacher is not None:
+        lone, trained = self.config.lone_teacher, self.parts["train"].routes
+        if lone is not None:
+            others = ", ".join(sorted(trained - {lone})[:MOST_NAMED])
+            if lone in trained and others:
+                why = f"the only teacher scores all rows, those of {others} too"
+                self.found.notes.append(f"teachers.{lone}: {why}, unless its sources are set")
             return
         teacher_of: dict[str, str] = {}
         twice = False

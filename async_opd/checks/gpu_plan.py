@@ -22,6 +22,10 @@ MAX_TRIED = 1000
 """Dead ends after which a search gives up. Only sizes that do not divide each other have them."""
 
 
+Marks = Mapping[str, frozenset[str]]
+NO_MARKS: Marks = {}
+
+
 @dataclass(frozen=True)
 class Bundle:
     """The GPUs of one process: replica or rank ``index`` of ``pool``, and its guests."""
@@ -36,6 +40,8 @@ class Unit:
     """Bundles on one node: an engine never spans two."""
 
     bundles: tuple[Bundle, ...]
+    needs: frozenset[str] = frozenset()
+    """Its node has all of these ``GpuNode.marks``."""
 
     @property
     def pool(self) -> str:
@@ -50,12 +56,19 @@ class Unit:
 
 @dataclass(frozen=True)
 class GpuNode:
-    """A node of the cluster: its id, a name for messages, its GPUs and how many are free."""
+    """A node of the cluster: its id, a name for messages, its GPUs and how many are free.
+
+    ``cpus`` and ``memory`` (bytes) are those that Ray counts there. ``marks`` are its labels
+    (``NAME=VALUE``), and the names of its resources.
+    """
 
     id: str
     name: str
     gpus: int
     free: int
+    cpus: int = 0
+    memory: int = 0
+    marks: frozenset[str] = frozenset()
 
 
 def units(pools: Collection[Pool]) -> list[Unit]:
@@ -72,13 +85,19 @@ def units(pools: Collection[Pool]) -> list[Unit]:
             bundles = [Bundle(pool.name, index, size) for index in range(pool.replicas)]
             together = math.lcm(pool.together, *guests)
             found += [
-                Unit(tuple(bundles[at : at + together])) for at in range(0, len(bundles), together)
+                Unit(tuple(bundles[at : at + together]), pool.needs)
+                for at in range(0, len(bundles), together)
             ]
     return found
 
 
-def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | None:
+def assign(
+    units: Collection[Unit], free: dict[str, int], marks: Marks = NO_MARKS
+) -> dict[Unit, str] | None:
     """The node of each unit, or None if one finds no node. ``free``: free GPUs by node.
+
+    A unit is on a node that has the ``marks`` which it needs. Other units take nodes with such
+    marks last.
 
     Larger units come first, each to the fullest node with room for it. All ranks together come as
     one unit; if no node has room for it, they come last, each to the node of the rank before or,
@@ -87,31 +106,35 @@ def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | N
 
     If each size divides the next larger one (1, 2, 4, 8), an assignment is found whenever there is
     one, by the first choices: a unit can always change places with smaller ones of exactly its
-    size. For other sizes further choices are tried, up to ``MAX_TRIED`` that fail.
+    size. For other sizes, and needs, further choices are tried, up to ``MAX_TRIED`` that fail.
     """
+    known = frozenset[str]().union(*(unit.needs for unit in units))
+    marks = {node: marks.get(node, frozenset()) & known for node in free}
     ranks = [unit for unit in units if unit.pool == RANKS]
     others = [[unit] for unit in units if unit.pool != RANKS]
-    together = _largest_first([*others, ranks] if ranks else others, dict(free))
+    together = _largest_first([*others, ranks] if ranks else others, dict(free), marks)
     return (
         together
-        or _ranks_last(others, ranks, dict(free))
-        or _largest_first([*others, *([rank] for rank in ranks)], dict(free))
+        or _ranks_last(others, ranks, dict(free), marks)
+        or _largest_first([*others, *([rank] for rank in ranks)], dict(free), marks)
     )
 
 
-def _largest_first(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] | None:
+def _largest_first(
+    blocks: list[list[Unit]], free: dict[str, int], marks: Marks
+) -> dict[Unit, str] | None:
     """Assigns whole blocks, and takes their GPUs out of ``free``."""
-    found = _search(sorted(blocks, key=_gpus, reverse=True), free)
+    found = _search(sorted(blocks, key=_size, reverse=True), free, marks)
     for unit, node in (found or {}).items():
         free[node] -= unit.gpus
     return found
 
 
-def _search(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] | None:
+def _search(blocks: list[list[Unit]], free: dict[str, int], marks: Marks) -> dict[Unit, str] | None:
     """Assigns the blocks in order, each to the fullest node that leaves room for the others."""
-    free, levels = dict(free), [_Level.of(blocks, free)]
+    free, levels = dict(free), [_Level.of(blocks, free, marks)]
     chosen: list[str] = []
-    tried: set[tuple[int, ...]] = set()
+    tried: set[tuple[object, ...]] = set()
     while levels and len(chosen) < len(blocks) and len(tried) <= MAX_TRIED:
         level = levels[-1]
         if len(chosen) == len(levels):  # the level above has found no node: another one here
@@ -123,7 +146,7 @@ def _search(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] |
             continue
         free[node] -= level.needed
         chosen.append(node)
-        levels.append(_Level.of(blocks[len(chosen) :], free))
+        levels.append(_Level.of(blocks[len(chosen) :], free, marks))
     if len(chosen) < len(blocks):
         return None
     return {u: node for block, node in zip(blocks, chosen, strict=True) for u in block}
@@ -133,33 +156,42 @@ def _search(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] |
 class _Level:
     """One block of a search: its GPUs, and the nodes that are still to be tried for it.
 
-    ``state`` is the number of blocks from it on, and the free GPUs: what decides whether there is
-    an assignment.
+    ``state`` is the number of blocks from it on, and the free GPUs with the marks beside them: what
+    decides whether there is an assignment.
     """
 
-    state: tuple[int, ...]
+    state: tuple[object, ...]
     needed: int
     nodes: Iterator[str]
 
     @classmethod
-    def of(cls, blocks: Sequence[list[Unit]], free: dict[str, int]) -> _Level:
+    def of(cls, blocks: Sequence[list[Unit]], free: dict[str, int], marks: Marks) -> _Level:
         """The level of the first block; without blocks one that needs nothing."""
-        needed = _gpus(blocks[0]) if blocks else 0
-        rooms = {gpus: node for node, gpus in reversed(free.items()) if gpus >= needed}
+        block = blocks[0] if blocks else []
+        needed = _gpus(block)
+        kinds = {
+            node: (len(marks[node]), gpus, *sorted(marks[node])) for node, gpus in free.items()
+        }
+        rooms = {
+            kinds[node]: node
+            for node, gpus in reversed(free.items())
+            if gpus >= needed and _may(block, node, marks)
+        }
         nodes = iter([node for _, node in sorted(rooms.items())])
-        return cls((len(blocks), *sorted(free.values())), needed, nodes)
+        return cls((len(blocks), *sorted(kinds.values())), needed, nodes)
 
 
 def _ranks_last(
-    others: list[list[Unit]], ranks: list[Unit], free: dict[str, int]
+    others: list[list[Unit]], ranks: list[Unit], free: dict[str, int], marks: Marks
 ) -> dict[Unit, str] | None:
-    found = _largest_first(others, free)
+    found = _largest_first(others, free, marks)
     if found is None:
         return None
-    node = max(free, key=free.__getitem__, default="")
+    node = ""
     for rank in ranks:
-        if free.get(node, 0) < rank.gpus:
-            node = max(free, key=free.__getitem__, default="")
+        rooms = [node for node in free if _may([rank], node, marks)]
+        if node not in rooms or free[node] < rank.gpus:
+            node = max(rooms, key=free.__getitem__, default="")
         if free.get(node, 0) < rank.gpus:
             return None
         free[node] -= rank.gpus
@@ -171,9 +203,32 @@ def _gpus(block: Sequence[Unit]) -> int:
     return sum(unit.gpus for unit in block)
 
 
+def _size(block: Sequence[Unit]) -> tuple[int, int]:
+    """Those that need marks come before others of as many GPUs."""
+    return _gpus(block), max((len(unit.needs) for unit in block), default=0)
+
+
+def _may(block: Sequence[Unit], node: str, marks: Marks) -> bool:
+    return all(unit.needs <= marks.get(node, frozenset()) for unit in block)
+
+
 def fits(units: Collection[Unit], nodes: Collection[GpuNode]) -> bool:
     """Whether the cluster has room for the units once no other job uses its GPUs."""
-    return assign(units, {node.id: node.gpus for node in nodes}) is not None
+    return assign(units, {node.id: node.gpus for node in nodes}, marks_of(nodes)) is not None
+
+
+def marks_of(nodes: Collection[GpuNode]) -> Marks:
+    """The marks of each node, by its id."""
+    return {node.id: node.marks for node in nodes}
+
+
+def without_node(units: Collection[Unit], nodes: Collection[GpuNode]) -> str:
+    """The pools for which no node has what they need, in words; '' if there is none."""
+    lacking = {u.pool: u.needs for u in units if not any(u.needs <= node.marks for node in nodes)}
+    return "; ".join(
+        f"no node has {' and '.join(sorted(needs))}, which {pool} needs"
+        for pool, needs in lacking.items()
+    )
 
 
 def shortage(units: Collection[Unit], nodes: Collection[GpuNode]) -> str:
@@ -181,11 +236,16 @@ def shortage(units: Collection[Unit], nodes: Collection[GpuNode]) -> str:
     pools: dict[str, list[Unit]] = {}
     for unit in units:
         pools.setdefault(unit.pool, []).append(unit)
+    known = frozenset[str]().union(*(unit.needs for unit in units))
     needed = [
-        (name, " + ".join(_terms([unit.gpus for unit in found])), str(_gpus(found)))
+        (
+            _marked(name, found[0].needs),
+            " + ".join(_terms([u.gpus for u in found])),
+            str(_gpus(found)),
+        )
         for name, found in pools.items()
     ]
-    found = [(node.name, str(node.gpus), str(node.free)) for node in nodes]
+    found = [(_marked(n.name, n.marks & known), str(n.gpus), str(n.free)) for n in nodes]
     total, available = _gpus(list(units)), sum(node.gpus for node in nodes)
     free = sum(node.free for node in nodes)
     head = f"the pools need {total} GPUs, each engine's on one node; the cluster has {available}"
@@ -196,6 +256,10 @@ def shortage(units: Collection[Unit], nodes: Collection[GpuNode]) -> str:
             *table([("node", "available", "free"), *found]),
         )
     )
+
+
+def _marked(name: str, marks: frozenset[str]) -> str:
+    return f"{name}: {', '.join(sorted(marks))}" if marks else name
 
 
 def _terms(sizes: Sequence[int]) -> list[str]:
@@ -240,20 +304,22 @@ def given_up(
     placed: Mapping[Unit, str],
     free: Mapping[str, int],
     level: Mapping[Unit, int],
+    marks: Marks = NO_MARKS,
 ) -> dict[Unit, Unit]:
     """The placed units that give their GPUs up, each with the more important one that gets them.
 
     No node has room for that one. ``waiting`` units come in the order of their importance;
-    ``free``: free GPUs by node.
+    ``free``: free GPUs by node; ``marks`` as for ``assign``.
     """
     room, given = dict(free), dict[Unit, Unit]()
     for unit in waiting:
-        fitting = [node for node in room if room[node] >= unit.gpus]
+        allowed = [node for node in room if _may([unit], node, marks)]
+        fitting = [node for node in allowed if room[node] >= unit.gpus]
         if fitting:
             room[min(fitting, key=room.__getitem__)] -= unit.gpus
             continue
         choices = []
-        for node in room:
+        for node in allowed:
             there = (u for u, at in placed.items() if at == node and u not in given)
             taken, gpus = list[Unit](), room[node]
             for one in sorted(there, key=lambda u: -level[u]):

@@ -23,6 +23,7 @@ from async_opd.models.model_size import ModelSize
 from async_opd.models.own_files import foreign
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
+from async_opd.models.turns import History, Turns
 
 UNAVAILABLE: dict[ScoreKind, str] = {
     "student_topk": "the teacher's log-probabilities of the student's own best tokens",
@@ -421,7 +422,10 @@ def check_templates(config: RunConfig, files: Mapping[str, ModelFiles], found: F
         _template(config, key, teacher, text.chat_of_teacher(config, name), found)
         if len(found.problems) == before:
             _ending(config, name, text, found)
-    return len(found.problems) == count
+    good = len(found.problems) == count
+    if good and (environment := config.environment) is not None:
+        check_turns(config, environment.history, environment.has_tools, found)
+    return good
 
 
 def _without_model(key: str, teacher: Teacher, found: Findings) -> None:
@@ -478,3 +482,20 @@ def _ending(config: RunConfig, name: str, text: Text, found: Findings) -> None:
             f"teachers.{name}.response_prefix"
         )
         found.add(f"teachers.{name}", str(error), remedy)
+
+
+def check_turns(config: RunConfig, history: History, tools: bool, found: Findings) -> None:
+    """Notes what each role's template does with turns, and adds why episodes cannot have it.
+
+    ``history``: the key of the config's environment; ``tools``: the environment has tools. To be
+    called for a config whose templates ``check_templates`` found good.
+    """
+    text = Text.of(config)
+    fault = Turns(text, history).fault(tools)
+    if fault is not None:
+        found.add("environment", *fault)
+    rendering = (name for name, teacher in config.teachers.items() if teacher.renders)
+    roles = {f"teachers.{name}": text.of_teacher(config, name) for name in rendering}
+    for role, one in {"student": text, **roles}.items() if text.chats else ():
+        does = "; ".join(f"{name}: {case}" for name, case in Turns(one).cases(tools).items())
+        found.notes.append(f"{role}: earlier tokens when turns follow, by its template: {does}")

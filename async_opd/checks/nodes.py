@@ -11,6 +11,9 @@ import hashlib
 import os
 import platform
 import secrets
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +21,9 @@ from pathlib import Path
 
 from async_opd.core.errors import Problem, StageError
 from async_opd.files.foreign import foreign
+from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.processes.listening import interface_address, interface_of
+from async_opd.waiting.own_loop import run_to_end
 
 PACKAGES = {
     "torch": ("torch",),
@@ -50,6 +55,8 @@ MIN_SHM_MIB = 1024
 MiB of it (10 chunks of ``VLLM_MQ_MAX_CHUNK_BYTES_MB``), NCCL uses it beside, and so does Ray's
 object store. Containers often have 64 MiB."""
 NOTHING = "nothing"
+MAX_WORDS = 4096
+"""Bytes that are read of the output of an import that failed."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,12 @@ class Probe:
     """A model of the run computes images."""
     address: str | None = None
     """The node's address in Ray, which an interface has to have if none is named."""
+    grader: GraderSpec | None = None
+    """The grader of the reward, if it is a user's: replicas load it."""
+    code: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Further code of users that processes on nodes import: name and group, by config key."""
+    bound_s: float = 60
+    """Seconds for each import of ``code``."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,10 @@ class NodeReport:
     """The fault of its interface."""
     gpus: bool = False
     error: str = ""
+    listens: str = ""
+    """The interface on which weight sync and ranks would listen there, with its address."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """The fault of users' code that cannot be imported, by config key."""
 
 
 def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
@@ -90,15 +107,61 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
     folders = {path: _model_fault(path, files) for path, files in probe.models.items()}
     if probe.run_dir is not None:
         folders[probe.run_dir] = _run_dir_fault(probe)
+    listens, interface = _interface(probe)
     return NodeReport(
         node,
         versions(probe.vision),
         {name: os.environ[name] for name in AGREED if name in os.environ},
         _shm_mib(),
         {path: fault for path, fault in folders.items() if fault},
-        _interface_fault(probe),
+        interface,
         gpus,
+        listens=listens,
+        code={key: fault for key, fault in _code_faults(probe) if fault},
     )
+
+
+def _code_faults(probe: Probe) -> Iterator[tuple[str, str]]:
+    """Imports users' code, each in a process that may hang or crash."""
+    if probe.grader is not None:
+        yield "reward.grader", run_to_end(loading_fault(probe.grader))
+    for key, (name, group) in probe.code.items():
+        yield key, _import_fault(name, group, probe.bound_s)
+
+
+IMPORT = """
+import sys
+from async_opd.config.user_code import TRANSPORTS, UserCodeError, user_object, user_transport
+from async_opd.processes.own_settings import set_parent_death_signal
+set_parent_death_signal()
+name, group = sys.argv[1:]
+try:
+    user_transport(name) if group == TRANSPORTS else user_object(name, group)
+except UserCodeError as error:
+    sys.exit(str(error))
+"""
+
+
+def _import_fault(name: str, group: str, bound_s: float) -> str:
+    """The error of a process that imports what the name means; '' if there is none."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-c", IMPORT, name, group]
+    with tempfile.TemporaryFile() as output:  # a child of its could keep a pipe open
+        try:
+            code = subprocess.run(
+                command,
+                env=env,
+                timeout=bound_s,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"the import of {name} took longer than {bound_s:g} s"
+        output.seek(max(0, os.fstat(output.fileno()).st_size - MAX_WORDS))
+        lines = output.read().decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it has no output")
+    return f"the import of {name} ended with exit code {code}: {last}" if code else ""
 
 
 def versions(vision: bool = False) -> dict[str, str]:
@@ -159,15 +222,16 @@ def _run_dir_fault(probe: Probe) -> str:
     return ""
 
 
-def _interface_fault(probe: Probe) -> str:
+def _interface(probe: Probe) -> tuple[str, str]:
+    """The interface that the node would use, with its address, and the fault of it."""
     try:
         if probe.interface is not None:
-            interface_address(probe.interface)
-        elif probe.address is not None:
-            interface_of(probe.address)
+            return f"{probe.interface} ({interface_address(probe.interface)})", ""
+        if probe.address is not None:
+            return f"{interface_of(probe.address)} ({probe.address})", ""
     except StageError as error:
-        return error.cause
-    return ""
+        return "", error.cause
+    return "", ""
 
 
 def _shm_mib() -> int:
@@ -190,6 +254,7 @@ def node_problems(
     return [
         *(_problem("cluster.address", f"{n.node}: {n.error}", ANSWER) for n in nodes if n.error),
         *_folders(answered, keys),
+        *_code(answered),
         *(_problem("cluster.interface", n.interface, NAME) for n in answered if n.interface),
         *_different([(n.node, n.versions) for n in answered], driver.versions, INSTALL),
         *_different([(n.node, n.settings) for n in answered], driver.settings, SET),
@@ -202,6 +267,10 @@ INSTALL = "install the same on every node, or take the node out of the cluster"
 SET = "set it in the driver's environment: all processes of the run get it from there"
 NAME = "name one that every node has, or start Ray with --node-ip-address and one of its addresses"
 MOUNT = "every node has to have the folder under this path: use a file system that all share"
+SEND = (
+    "install its package on every node, or have Ray send its folder: "
+    "cluster.runtime_env: {working_dir: FOLDER}"
+)
 RESIZE = "docker run --shm-size, or a larger tmpfs"
 
 
@@ -214,6 +283,12 @@ def _folders(nodes: list[NodeReport], keys: Mapping[str, str]) -> Iterator[Probl
         faults = [f"{node.node}: {node.folders[path]}" for node in nodes if path in node.folders]
         if faults:
             yield _problem(key, f"{path} cannot be used on {'; '.join(faults)}", MOUNT)
+
+
+def _code(nodes: list[NodeReport]) -> Iterator[Problem]:
+    for key in dict.fromkeys(key for node in nodes for key in node.code):
+        faults = [f"on {node.node}: {node.code[key]}" for node in nodes if key in node.code]
+        yield _problem(key, "; ".join(faults), SEND)
 
 
 def _different(

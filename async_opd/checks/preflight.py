@@ -35,6 +35,7 @@ from async_opd.checks.student import (
 )
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.sections.log import LOGGERS
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.config.user_code import LOGGERS as GROUP
@@ -92,7 +93,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     """
     gpus = gpu_count() if gpus is None else gpus
     found = Findings(where)
-    config, partial = with_cached(config, found.notes)
+    config, partial = with_cached(config, found.notes, where)
     config, unclear = with_cached_data(config, where, found.notes)
     found.problems.extend(unclear)
     models = ModelChecks(config, found, partial)
@@ -117,9 +118,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     check_shared_rows(config, student, found)
     check_precision(models, device, found)
     _hardware(config, found, models, device, gpus)
-    graders = {"eval": ("eval.grader", config.eval.grader)}
-    if config.reward is not None:
-        graders["train"] = ("reward.grader", config.reward.grader)
+    graders = _graders(config)
     for key, grader in graders.values():
         data.grader(key, grader)
     train, evaluation = data.sources("train"), data.sources("eval")
@@ -130,6 +129,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     for part, (_, grader) in graders.items():
         data.answers(part, grader)
         data.verifiers(part)
+    data.environment(train)
     data.best_metric()
     data.sizes()
     limit = _prompts(config, models, data, "train", train)
@@ -144,6 +144,14 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
         given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
     return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest, device)
+
+
+def _graders(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """The key and the name of the grader of each part of the data; not an environment's reward."""
+    graders = {"eval": ("eval.grader", config.eval.grader)}
+    if config.reward is not None:
+        graders["train"] = ("reward.grader", config.reward.grader)
+    return {part: one for part, one in graders.items() if one[1] != ENVIRONMENT}
 
 
 def _mirror(config: RunConfig, found: Findings) -> None:
@@ -189,13 +197,13 @@ def _prompts(
     config: RunConfig, models: ModelChecks, data: DataChecks, part: str, sources: list[Rows]
 ) -> int | None:
     """Checks that prompts and responses of a part fit the models. Returns the prompts' limit."""
-    if "student.model" not in models.files or not data.renders or not any(map(checked, sources)):
+    if "student.model" not in models.files or not data.renders or not sources:
         return None
     key, response = "rollout.max_tokens", config.rollout.max_tokens
     if part == "eval" and config.eval.max_tokens is not None:
         key, response = "eval.max_tokens", config.eval.max_tokens
     bound = models.prompt_limit(key, response)
-    if bound is None:
+    if bound is None or not any(map(checked, sources)):
         return None
     limit, key = bound
     room = Room(key, limit, models.rows, config.data.overlong, response)

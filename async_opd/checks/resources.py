@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
@@ -135,6 +135,8 @@ class Pool:
     model: str
     shares: str | None = None
     together: int = 1
+    needs: frozenset[str] = frozenset()
+    """See ClusterConfig.needs."""
 
     @property
     def gpus(self) -> int:
@@ -163,12 +165,13 @@ def pools(config: RunConfig) -> list[Pool]:
         return Pool(f"teachers.{name}", t.replicas, t.gpus, model, shares)
 
     evaluating = Pool(EVAL, config.eval.replicas, rollout.tensor_parallel, student)
-    return [
+    found = [
         Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, rollout.host),
         *([evaluating] if evaluating.replicas else []),
         *map(teacher_pool, config.teachers),
         Pool("train", train.ranks, 1, student, together=train.context_parallel),
     ]
+    return [replace(pool, needs=config.cluster.needs(pool.name)) for pool in found]
 
 
 def guests_of(config: RunConfig, host: str) -> list[str]:
@@ -189,8 +192,17 @@ def hosts_of(config: RunConfig, guest: str) -> list[range]:
 
 
 def misplaced(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Colocated pools that do not fit the pool whose GPUs they share: (key, fault, remedy)."""
+    """Pools that cannot be where the config places them: (key, fault, remedy).
+
+    Colocated ones that do not fit the pool whose GPUs they share, and labels or resources of pools
+    that have no node of their choice.
+    """
     named = {pool.name: pool for pool in pools(config)}
+    own = [one.name for one in named.values() if one.shares is None and one.gpus_per_replica]
+    for key in ("labels", "resources"):
+        for name in sorted(getattr(config.cluster, key).keys() - set(own)):
+            fault = "a pool that is not there, or has no processes on dedicated nodes"
+            yield f"cluster.{key}.{name}", fault, f"one of {', '.join(own)}"
     for guest in named.values():
         if guest.shares is None:
             continue

@@ -14,6 +14,7 @@ from async_opd.checkpoint.earlier_run import is_completed
 from async_opd.checks.memory_fit import in_gib
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
+from async_opd.files.absent import nearest
 from async_opd.memory.pools import frozen_entries
 from async_opd.models.adapted import trained_entries
 from async_opd.models.json_files import read_json
@@ -100,6 +101,10 @@ def space_of(config: RunConfig, free: int | None = None, resume: bool = False) -
 def run_dir_problems(config: RunConfig, where: str, resume: bool) -> Iterator[Problem]:
     """The problem of a run directory in which no run could work to its end, if there is one."""
     run_dir = run_dir_of(config)
+    if resume and config.checkpoint.mirror is None and not run_dir.exists():
+        message = f"{run_dir} does not exist, and --resume continues the run in it"
+        yield Problem("command line", "run_dir", message, nearest(run_dir))
+        return
     if fault := unwritable(run_dir):
         yield Problem(where, "run_dir", fault, ANOTHER)
         return
@@ -136,7 +141,7 @@ def _terms(config: RunConfig) -> dict[str, int]:
     kept += 2 * (config.guardrail.mode == "roll_back")
     models = 1 + (settings.keep_best is not None)
     return {
-        f"{kept} checkpoints, one of them being written": kept
+        f"{kept} checkpoint{'s' * (kept != 1)}, one of them being written": kept
         * (4 + MOMENTS[train.moments])
         * trained,
         "the trained model": models * _bytes_of_entry(config) * parameters,

@@ -64,6 +64,8 @@ START_KEY, REQUEST_KEY, LIVENESS_KEY = (
 """Config keys of bounds, for remedies."""
 WORDS_S = 30.0
 """Seconds in which another node has to send the last lines of a log."""
+LAST_LINES_S = 3.0
+"""As ``WORDS_S``, while a process that died is to be rebuilt."""
 CONFIRM_S = 1.0
 """Seconds for the head to confirm that it ends a process, which it does within a millisecond."""
 RETRY_S = 0.05
@@ -187,6 +189,8 @@ class Remote:
         """Seconds that its last start took."""
         self.node = ""
         """Ray's id of the node of its process, once that has started."""
+        self.process = ""
+        """Ray's id of its process, once that has started."""
         self._restarts = restarts
         self._handle = handle
         self._timeout_s = timeout_s
@@ -261,7 +265,7 @@ class Remote:
         began = monotonic()
         try:
             found = await self._started(timeout_s)
-            self.node = found.node
+            self.node, self.process = found.node, found.process
             if self.shared_place is not None:
                 self._compare(found, self.shared_place)
             if self.compare_node is not None:
@@ -280,7 +284,7 @@ class Remote:
                 error.remedy,
             ) from error
 
-    async def _error_lines(self, at: ActorPlacement) -> str:
+    async def _error_lines(self, at: ActorPlacement, bound_s: float = WORDS_S) -> str:
         """From its log, which a task on its node reads: the process may be dead, or hang."""
         if not ray.is_initialized() or at.node == ray.get_runtime_context().get_node_id():
             return await asyncio.to_thread(last_error_lines, at.process)
@@ -292,7 +296,7 @@ class Remote:
         )
         with suppress(StageError):
             ask = partial(read.remote, at.process)
-            return str(await self._bounded(ask, WORDS_S, "reading its log", ""))
+            return str(await self._bounded(ask, bound_s, "reading its log", ""))
         return ""
 
     async def displaced(self) -> Displaced | None:
@@ -422,12 +426,20 @@ class Remote:
         return bool(await self._bounded(is_built, timeout_s, "a state request", LIVENESS_KEY))
 
     async def end(self) -> StageError:
-        """Waits until the current process has died, or cannot be reached any more."""
+        """Waits until the current process has died, or cannot be reached any more.
+
+        The error has its last error lines, unless its node is lost or silent.
+        """
         forever = self._handle.block_forever.remote
         try:
             await self._bounded(forever, float("inf"), "its run", "")
         except StageError as error:
-            return error
+            at = ActorPlacement(self.node, (), self.process)
+            if not at.process or error.stage != self.name or not isinstance(error, ProcessDied):
+                return error
+            words = await self._error_lines(at, LAST_LINES_S)
+            cause = f"{error.cause}\n    its last error lines:\n{words}" if words else error.cause
+            return type(error)(self.name, cause, error.remedy)
         raise StageError(self.name, "block_forever has returned, which cannot be")
 
     def restart(self) -> None:

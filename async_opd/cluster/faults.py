@@ -21,7 +21,7 @@ from async_opd.processes.last_lines import error_lines
 
 MAX_SHOWN_CHARACTERS = 500
 """Characters of Ray's message in an error."""
-LOGS = "ray_logs of the run directory (of a cluster that was joined: in Ray's session directory)"
+LOGS = "ray_logs of the run directory"
 LOG = f"see its log in {LOGS}"
 MEMORY = f"{LOG}; running out of memory is the most common cause of a sudden death"
 NODE = "see whether the machine is up and reachable, and Ray's logs on it"

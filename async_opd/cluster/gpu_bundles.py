@@ -12,10 +12,10 @@ another node with free GPUs; if none has any, ``watching.placement`` decides whi
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import cycle
 from random import SystemRandom
 from typing import Any
 
@@ -34,8 +34,10 @@ from async_opd.checks.gpu_plan import (
     Unit,
     assign,
     fits,
+    marks_of,
     shortage,
     units,
+    without_node,
 )
 from async_opd.checks.resources import pools
 from async_opd.cluster import actor_names
@@ -47,12 +49,14 @@ from async_opd.cluster.watching import (
     POLL_S,
     REMOVED,
     group_state,
-    nodes,
 )
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.models.engine_args import Device
 from async_opd.waiting.deadline import Deadline, gather_or_cancel
 
+OF_RESOURCE = 0.001
+"""Share of a custom resource that a process takes: its node has to have it."""
 TOGETHER_S = 20.0
 """Seconds for Ray to place all units after a look that found room for them."""
 
@@ -93,11 +97,14 @@ class GpuBundles:
 
     def create(self, unit: Unit, node: str | None = None) -> PlacementGroup:
         """Asks Ray for the unit's GPUs, those of the ``node`` if it still has them."""
+        labels = dict(need.split("=", 1) for need in unit.needs if "=" in need)
+        named = {need: OF_RESOURCE for need in unit.needs if "=" not in need}
         return placement_group(
-            [{"GPU": bundle.gpus} if bundle.gpus else {"memory": 1} for bundle in unit.bundles],
+            [({"GPU": one.gpus} if one.gpus else {"memory": 1}) | named for one in unit.bundles],
             strategy="STRICT_PACK",
             name=self._name(unit),
             _soft_target_node_id=node,
+            bundle_label_selector=[labels] * len(unit.bundles) if labels else None,
         )
 
     def remove(self, unit: Unit) -> None:
@@ -135,19 +142,49 @@ async def cpu_places(config: RunConfig) -> GpuBundles:
     Ray's books, which every node has: Ray forgets a node affinity that is soft when it restarts an
     actor. If a node dies, Ray moves its places to other ones.
     """
-    found = [
-        Unit((Bundle(pool.name, index, 0),))
-        for pool in pools(config)
-        if pool.shares is None
-        for index in range(pool.replicas)
-    ]
+    found = _in_turn(config, await asyncio.to_thread(cluster_nodes))
     places = GpuBundles(run_name(config), tuple(found))
-    alive = cycle([key for key, node in (await nodes()).items() if node.alive])
-    for unit, node in zip(found, alive, strict=False):
+    for unit, node in found.items():
         await asyncio.to_thread(places.create, unit, node)
     bound, what = config.timeouts.engine_start_s, "placing its processes"
     await Deadline("cluster").within(bound, what, places.placed(), f"raise {START_KEY}")
     return places
+
+
+def _in_turn(config: RunConfig, nodes: Sequence[GpuNode]) -> dict[Unit, str]:
+    """The node of each process on CPUs. ConfigError if none has what a pool needs."""
+    wanted = [
+        Unit((Bundle(pool.name, index, 0),), pool.needs)
+        for pool in pools(config)
+        if pool.shares is None
+        for index in range(pool.replicas)
+    ]
+    if without_node(wanted, nodes):
+        raise _too_small(wanted, nodes)
+    found, taken = dict[Unit, str](), Counter[str]()
+    for unit in wanted:
+        fitting = [node.id for node in nodes if unit.needs <= node.marks]
+        found[unit] = min(fitting, key=taken.__getitem__)
+        taken[found[unit]] += 1
+    return found
+
+
+def planned(
+    config: RunConfig, device: Device, nodes: Sequence[GpuNode]
+) -> tuple[dict[Unit, str], str]:
+    """The node that each unit would get now, and the table of GPUs that the run would wait for.
+
+    ConfigError with the table if the cluster is too small, and no machines are waited for.
+    """
+    if device == "cpu":
+        return _in_turn(config, nodes), ""
+    wanted = units(pools(config))
+    with_gpus = _with_gpus(nodes)
+    if (found := _room_for(wanted, with_gpus)) is not None:
+        return found, ""
+    if not fits(wanted, with_gpus) and not config.cluster.wait_s:
+        raise _too_small(wanted, with_gpus)
+    return {}, shortage(wanted, with_gpus)
 
 
 async def reserve(
@@ -167,7 +204,8 @@ async def reserve(
                 notify("cluster: another run took some of the GPUs; all are asked for again later")
                 await asyncio.sleep(SystemRandom().uniform(0, TOGETHER_S))
     except TimeoutError as error:
-        raise await asyncio.to_thread(_too_small, bundles.units) from error
+        nodes = await asyncio.to_thread(gpu_nodes)
+        raise _too_small(bundles.units, nodes) from error
     return bundles
 
 
@@ -240,7 +278,7 @@ def _has_room(bundles: GpuBundles) -> bool:
 
 
 def _room_for(wanted: Sequence[Unit], nodes: Collection[GpuNode]) -> dict[Unit, str] | None:
-    return assign(wanted, {node.id: node.free for node in nodes})
+    return assign(wanted, {node.id: node.free for node in nodes}, marks_of(nodes))
 
 
 async def _room(wanted: Sequence[Unit], notify: Callable[[str], None]) -> dict[Unit, str]:
@@ -249,7 +287,7 @@ async def _room(wanted: Sequence[Unit], notify: Callable[[str], None]) -> dict[U
     while True:
         nodes = await asyncio.to_thread(gpu_nodes)
         if not fits(wanted, nodes):
-            raise await asyncio.to_thread(_too_small, wanted)
+            raise _too_small(wanted, nodes)
         if (found := _room_for(wanted, nodes)) is not None:
             return found
         if looks == 1:  # the first look may be older than the end of another run
@@ -258,20 +296,31 @@ async def _room(wanted: Sequence[Unit], notify: Callable[[str], None]) -> dict[U
         await asyncio.sleep(POLL_S)
 
 
-def _too_small(wanted: Sequence[Unit]) -> ConfigError:
-    nodes = gpu_nodes()
+def _too_small(wanted: Sequence[Unit], nodes: Sequence[GpuNode]) -> ConfigError:
     remedy = "take fewer replicas, smaller tensor_parallel, or join a larger cluster"
     if not any(node.gpus for node in nodes):
         remedy = "join a cluster with GPUs, or set cluster.device: cpu"
     remedy += "; cluster.wait_s waits for machines that join later"
+    if lacking := without_node(wanted, nodes):
+        remedy = (
+            "start Ray there with --labels or --resources, or change cluster.labels and resources"
+        )
+        return ConfigError([Problem("cluster", "cluster.labels", lacking, remedy)])
     message = shortage(wanted, nodes)
     return ConfigError([Problem("cluster", "cluster.address", message, remedy)])
 
 
 def gpu_nodes() -> list[GpuNode]:
     """The cluster's living nodes that have GPUs; if none has any, all of them."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    nodes = [node for node in alive if "GPU" in node["Resources"]] or alive
+    return _with_gpus(cluster_nodes())
+
+
+def _with_gpus(nodes: Sequence[GpuNode]) -> list[GpuNode]:
+    return [node for node in nodes if node.gpus] or [*nodes]
+
+
+def cluster_nodes() -> list[GpuNode]:
+    """The cluster's living nodes."""
     free = ray._private.state.available_resources_per_node()
     return [
         GpuNode(
@@ -279,6 +328,12 @@ def gpu_nodes() -> list[GpuNode]:
             f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
             int(node["Resources"].get("GPU", 0)),
             int(free.get(node["NodeID"], {}).get("GPU", 0)),
+            int(node["Resources"].get("CPU", 0)),
+            int(node["Resources"].get("memory", 0)),
+            frozenset(node["Resources"]).union(
+                f"{name}={value}" for name, value in node.get("Labels", {}).items()
+            ),
         )
-        for node in nodes
+        for node in ray.nodes()
+        if node["Alive"]
     ]

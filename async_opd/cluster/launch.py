@@ -28,7 +28,6 @@ from typing import Any, cast
 from async_opd.accounting.images import kept
 from async_opd.checkpoint.checkpointer import state_s
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.checks.resources import refuse_client
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
 from async_opd.cluster.actor_shell import Remote
@@ -44,7 +43,7 @@ from async_opd.cluster.proxies import (
     TrainerProxy,
 )
 from async_opd.cluster.rollouter_replicas import RollouterActor
-from async_opd.cluster.session import ray_session
+from async_opd.cluster.session import joining, ray_session
 from async_opd.cluster.singleton_actors import QueueActor
 from async_opd.cluster.supervision import SingletonActors
 from async_opd.cluster.watching import ClusterWatch, Placement
@@ -56,6 +55,7 @@ from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
 from async_opd.processes.reaper import ProcessReaper
+from async_opd.queue.sizes import EpisodeBounds
 from async_opd.waiting.deadline import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
@@ -168,10 +168,8 @@ async def _processes(
     """Starts Ray and reserves GPUs, of ``only`` some pools; at the end ends all processes."""
     waits = waits or Waits(notify)
     if (address := config.cluster.joins) != config.cluster.address:
-        refuse_client(config)
+        config = joining(config)
         notify("cluster: a local one" if address is None else f"cluster: joining {address}")
-        cluster = config.cluster.model_copy(update={"address": address})
-        config = config.model_copy(update={"cluster": cluster})
     async with ray_session(config, notify, waits) as reaper:
         preparing = _prepared(config, device, notify, waits, only)
         nodes, bundles = await race(ClusterWatch(notify).run(), preparing)
@@ -232,7 +230,8 @@ async def launch_evaluators(
         if reaper is not None:
             reaper.track_descendants()
         named = {student.name: student for student in students}
-        yield _Evaluators(named, queue, None, config.supervision, pool=EVAL)
+        episodes = EpisodeBounds.of(config)
+        yield _Evaluators(named, queue, None, config.supervision, pool=EVAL, episodes=episodes)
 
 
 class _Evaluators(RollouterStage):

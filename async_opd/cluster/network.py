@@ -43,12 +43,12 @@ def shared_environment(cluster: ClusterConfig, environ: Mapping[str, str]) -> di
 
     Processes of a local run inherit ``environ``. In a joined cluster they inherit their node's, so
     they get the variables named above, except secrets: Ray shows a process's variables to all users
-    of the cluster.
+    of the cluster. Those of ``cluster.env`` come in their place.
     """
     if cluster.address is None:
-        return dict(LOOPBACK)
+        return {**cluster.env, **LOOPBACK}
     named = {name: value for name, value in environ.items() if _is_shared(name)}
-    shared = without_secret_variables(named)
+    shared = {**without_secret_variables(named), **cluster.env}
     if cluster.interface is not None:
         shared |= _named(cluster.interface)
     return shared

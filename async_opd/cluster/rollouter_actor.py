@@ -25,6 +25,7 @@ from async_opd.core.reports import Events, Progress, StageReport, SyncReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.processes.members import Member
+from async_opd.queue.sizes import EpisodeBounds
 from async_opd.sharing.shared_gpus import SharedGpus, SharingTrainer
 from async_opd.sharing.time_sharing import GpuGuests, GpuHost
 from async_opd.waiting.deadline import StageCalls, gather_or_cancel
@@ -150,6 +151,7 @@ class RollouterService:
             pool=pool,
             start_s=config.timeouts.engine_start_s,
             displaced=lambda member: cast(Student, member.value).displaced(),
+            episodes=EpisodeBounds.of(config),
         )
 
     def _broadcast_of(

@@ -25,13 +25,14 @@ from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
+from types import TracebackType
 from typing import Any
 
 import ray
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.job_config import JobConfig
 
-from async_opd.checks.resources import JOINING
+from async_opd.checks.resources import JOINING, refuse_client
 from async_opd.cluster.actor_names import namespace
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import HeadLost, StageError
@@ -51,6 +52,7 @@ TOO_SLOW = "timed out during startup"
 """Text of Ray's error where its processes were too slow: it has no separate class."""
 SLOW_AGENT = "Timed out waiting for file"
 """The raylet's text if its agent was too slow: the file is to hold the agent's port."""
+RAYS_ASSERTION = "ray._raylet.assign_and_decrement_fut"
 STREAM_S = 2.0
 """Seconds between two looks at what workers have written."""
 MAX_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")
@@ -65,6 +67,9 @@ WORKER_LOGS = "worker-*"
 """Logs of the run's own processes: engines, stages, ranks."""
 FAILED_CHECK = re.compile(r"Check failed: (?:\S*\(\) )?(.+)")
 """A raylet's error; an expression of C++ in front of its words is left out."""
+NOT_OF_A_NAME = re.compile(r"[^\w:.-]")
+LAST_LINES_S = 2.0
+"""Seconds in which Ray sends the last lines of a process of another node."""
 LOG_BYTES = 1 << 20
 MAX_LOGS = 200
 
@@ -182,6 +187,41 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def joining(config: RunConfig) -> RunConfig:
+    """The config with the address of the cluster that it joins, also where RAY_ADDRESS names it.
+
+    ConfigError if RAY_ADDRESS names no node of one.
+    """
+    refuse_client(config)
+    cluster = config.cluster.model_copy(update={"address": config.cluster.joins})
+    return config.model_copy(update={"cluster": cluster})
+
+
+@contextmanager
+def without_rays_assertion() -> Iterator[None]:
+    """Leaves out an assertion of Ray's own code that it prints to stderr, twice, without effect.
+
+    The first time has no traceback, which every error of Python code has.
+    """
+    raised, ignored = sys.excepthook, sys.unraisablehook
+
+    def unless_bare(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if kind is not AssertionError or trace is not None:
+            raised(kind, error, trace)
+
+    def unless_rays(found: sys.UnraisableHookArgs) -> None:
+        if found.object != RAYS_ASSERTION:
+            ignored(found)
+
+    sys.excepthook, sys.unraisablehook = unless_bare, unless_rays
+    try:
+        yield
+    finally:
+        sys.excepthook, sys.unraisablehook = raised, ignored
+
+
 @asynccontextmanager
 async def ray_session(
     config: RunConfig, notify: Callable[[str], None], waits: Waits | None = None
@@ -201,6 +241,7 @@ async def ray_session(
     private_compile_cache()
     waits = waits or Waits(lambda line: None)
     with ExitStack() as stack:
+        stack.enter_context(without_rays_assertion())
         stack.enter_context(environment({SAFE_PATH: "1"}))
         with waits.on("Ray", config.timeouts.engine_start_s):
             folder, ours = await _started(config, stack, notify)
@@ -283,8 +324,10 @@ async def _logs_kept(
         streaming = asyncio.create_task(_stream_logs(folder, Path(config.run_dir), ended))
     try:
         yield
-    except Exception:
+    except Exception as error:
         kept = "*"
+        if of_workers and folder is None and not isinstance(error, HeadLost):
+            await asyncio.sleep(LAST_LINES_S)
         raise
     finally:
         if streaming is not None:
@@ -337,7 +380,8 @@ def job_config() -> JobConfig:
 
 async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)  # its hints are not about the run
-    ray._private.worker.print_to_stdstream = partial(_append_message, config.run_dir)
+    ray._private.worker.print_to_stdstream = partial(_keep_message, config.run_dir)
+    joins = address != "local"
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             await _in_a_daemon(
@@ -346,8 +390,9 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
                     address=address,
                     namespace=namespace(config),
                     job_config=job_config(),
-                    include_dashboard=False if address == "local" else None,
-                    log_to_driver=False,
+                    runtime_env=config.cluster.runtime_env or None,
+                    include_dashboard=None if joins else False,
+                    log_to_driver=joins and config.run_dir is not None,
                     configure_logging=False,
                     _temp_dir=str(folder.session) if folder else None,
                 )
@@ -357,8 +402,11 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
             logged = folder.raylet_error() if folder is not None else ""
             cause = f"Ray's processes did not start in time ({logged or error})"
             raise _TooSlow("cluster", cause, "is the machine overloaded? See ray_logs/") from error
-        if isinstance(error, ValueError):  # of a job whose runtime_env differs from ours
+        own = bool(config.cluster.runtime_env)
+        if isinstance(error, ValueError) or (own and isinstance(error, TypeError)):
             remedy = "leave what it names out of the runtime_env of the job"
+            if own:
+                remedy = "correct cluster.runtime_env; a job that has one may not name the same"
             raise StageError("cluster", f"Ray refuses {address!r}: {error}", remedy) from error
         if not isinstance(error, (ConnectionError, RuntimeError, TimeoutError)):
             raise
@@ -369,14 +417,39 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
         ) from error
 
 
-def _append_message(run_dir: str | None, message: dict[str, Any], ignore_prefix: bool) -> None:
-    """Writes what Ray would print about a crashed process to a file of the run directory.
+def _keep_message(run_dir: str | None, message: dict[str, Any], ignore_prefix: bool) -> None:
+    """Writes what Ray would print to files of the run directory; without one it is not kept.
 
-    ``run.log`` names the member that died. A run without a directory keeps no message.
+    Of a crashed process, which ``run.log`` names, into MESSAGES; in a joined cluster also what the
+    run's processes on all nodes write, into LOGS. Ray's words about the cluster are left out.
     """
-    if run_dir is not None:
-        with suppress(OSError), open(Path(run_dir) / MESSAGES, "a", opener=regular_file) as file:
-            file.writelines(f"{line}\n" for line in message["lines"])
+    with suppress(OSError):
+        if run_dir is None:
+            return
+        if "job" not in message:
+            with open(Path(run_dir) / MESSAGES, "a", opener=regular_file) as file:
+                file.writelines(f"{line}\n" for line in message["lines"])
+        elif message["job"]:
+            append_to_log(Path(run_dir) / LOGS, message)
+
+
+def append_to_log(logs: Path, message: Mapping[str, Any]) -> None:
+    """Appends lines of a process on a node to ``NODE/worker-PID.err`` or ``.out``. Raises OSError.
+
+    A file has between one and two times LOG_BYTES at its end, the older ones as ``….1``; a node's
+    folder MAX_LOGS files, those written to last.
+    """
+    node, pid = (NOT_OF_A_NAME.sub("_", str(message[key])) for key in ("ip", "pid"))
+    log = logs / f"node-{node}" / f"worker-{pid}.{'err' if message['is_err'] else 'out'}"
+    make_folder(log.parent)
+    if not log.exists():
+        kept = sorted(log.parent.iterdir(), key=lambda one: one.lstat().st_mtime)
+        for older in kept[: max(len(kept) - MAX_LOGS + 1, 0)]:
+            older.unlink()
+    elif log.lstat().st_size > LOG_BYTES:
+        log.replace(f"{log}.1")
+    with open(log, "a", opener=regular_file, encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(f"{line}\n" for line in message["lines"])
 
 
 async def _in_a_daemon(work: Callable[[], object]) -> None:

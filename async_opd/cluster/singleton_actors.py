@@ -22,7 +22,7 @@ from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
-from async_opd.queue.sizes import payloads
+from async_opd.queue.sizes import EpisodeBounds, payloads
 from async_opd.waiting.deadline import Deadline, gather_or_cancel
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
@@ -157,7 +157,8 @@ class ScorerActor(SingletonActor):
         tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
         bounds = (sizes, health, self.rebuild, config.supervision, f"scorer#{self.incarnation}")
         bound = config.timeouts.engine_start_s
-        args = (self.teachers, self.queue, *bounds, hosts, config.train.batch_size, tokens, bound)
+        calls = (hosts, config.train.batch_size, tokens, bound, EpisodeBounds.of(config))
+        args = (self.teachers, self.queue, *bounds, *calls)
         await self.remote.build("teachers.stage:ScorerStage", args, bound)
         for incarnation in range(self.released, self.incarnation):
             for teacher in self.teachers:

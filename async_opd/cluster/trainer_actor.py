@@ -90,11 +90,10 @@ def build_replayer(
 
 def build_batcher(config: RunConfig, queue: Queue) -> Batcher:
     """The batcher with the settings of the config."""
-    requeue = config.async_.on_stale == "requeue"
     return Batcher(
         queue,
         batch_size=config.train.batch_size,
-        max_version_lag=config.async_.max_version_lag if requeue else None,
+        max_version_lag=config.async_.lag_to("requeue"),
         group_size=config.rollout.n if config.reward is not None else 1,
         remembered=max(MIN_REMEMBERED, REMEMBERED_BUDGETS * config.max_in_flight),
         payloads=config.train.ranks == 1,

@@ -30,7 +30,7 @@ from typing import NoReturn, Protocol
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from async_opd.checks.gpu_plan import GpuNode, Unit, given_up, levels, shortage
+from async_opd.checks.gpu_plan import GpuNode, Unit, given_up, levels, marks_of, shortage
 from async_opd.core.errors import HeadLost, StageError, StageTimeout
 from async_opd.waiting.deadline import Bound, Deadline, Timer
 from async_opd.waiting.waits import Waits
@@ -111,7 +111,7 @@ class Placement:
         waiting = sorted(lacking, key=lambda unit: (level[unit], self._bundles.units.index(unit)))
         self._say(waiting, nodes)
         free = {node.id: node.free for node in nodes}
-        given = given_up(waiting, placed, free, level)
+        given = given_up(waiting, placed, free, level, marks_of(nodes))
         for unit, other in given.items():
             self._notify(
                 f"cluster: {self._names(unit)} gives its GPUs to {self._names(other)}, "
@@ -119,10 +119,10 @@ class Placement:
             )
             await asyncio.to_thread(self._bundles.remove, unit)
         if not given:
-            await self._ask_again(waiting, asked, free)
+            await self._ask_again(waiting, asked, nodes)
 
     async def _ask_again(
-        self, waiting: Sequence[Unit], asked: Collection[Unit], free: dict[str, int]
+        self, waiting: Sequence[Unit], asked: Collection[Unit], nodes: Sequence[GpuNode]
     ) -> None:
         """Asks for the GPUs of those that gave theirs up, once more important ones have theirs.
 
@@ -131,7 +131,7 @@ class Placement:
         for unit in waiting:
             if unit not in asked:
                 await asyncio.to_thread(self._bundles.create, unit)
-            if any(gpus >= unit.gpus for gpus in free.values()):
+            if any(node.free >= unit.gpus and unit.needs <= node.marks for node in nodes):
                 return
 
     def _say(self, waiting: Sequence[Unit], nodes: Sequence[GpuNode]) -> None:

@@ -82,6 +82,12 @@ REMOVED = {
     ),
 }
 """By patterns of keys that earlier versions had."""
+BY_TURN = (
+    "a baseline for each turn's index is biased where episodes differ in their turns: an episode "
+    "is paid for each turn that it adds; advantages are of whole episodes"
+)
+REFUSED = dict.fromkeys(("reward.turn*", "reward.per_turn*", "reward.*_turn*"), BY_TURN)
+"""By patterns of keys that other frameworks have and a config here will not."""
 RENAMED = {
     "sync.on_stale": "sync.on_wrong_weights",
     "supervision.tries": "supervision.max_restarts",
@@ -147,8 +153,9 @@ def _first_sentence(text: str) -> str:
 
 
 def why_removed(key: str) -> str | None:
-    """The reason why a key of earlier versions was removed; None for any other key."""
-    return next((one.why for pattern, one in REMOVED.items() if fnmatchcase(key, pattern)), None)
+    """The reason why a key was removed, or never had a place here; None for any other key."""
+    reasons = {**{pattern: one.why for pattern, one in REMOVED.items()}, **REFUSED}
+    return next((why for pattern, why in reasons.items() if fnmatchcase(key, pattern)), None)
 
 
 def drop_removed(tree: dict[Any, Any], *, all_values: bool = False) -> None:

@@ -37,8 +37,10 @@ from async_opd.config.sections.section import CHECK_NAMES
 from async_opd.config.yaml_text import YamlError, dump_yaml, load_yaml
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.nesting import MAX_DEPTH, too_deep
+from async_opd.files.absent import nearest as nearest_path
 
 COMMAND_LINE = "command line"
+UNEXAMINED = "models and data are not examined yet: they may have problems, too"
 MAX_SHOWN_CHARACTERS = 200
 
 _short = reprlib.Repr()
@@ -79,7 +81,7 @@ def load_config(
     source = _prepared(path, overrides, folder, recorded, without_removed=recorded)
     found = _validated(source)
     if source.problems or not isinstance(found, RunConfig):
-        raise ConfigError(_without_secrets(source))
+        raise ConfigError(_without_secrets(source), "" if recorded else UNEXAMINED)
     return found
 
 
@@ -287,7 +289,8 @@ def _read(file: Readable) -> dict[Any, Any]:
         problem = Problem(f"{file}:{line}", "", "is not UTF-8", "save the file as UTF-8")
         raise ConfigError([problem]) from None
     except (OSError, ValueError) as error:
-        problem = Problem(str(file), "", f"cannot be read: {error}", "check the path")
+        cause = getattr(error, "strerror", None) or error
+        problem = Problem(str(file), "", f"cannot be read: {cause}", _other_file(file))
         raise ConfigError([problem]) from None
     try:
         tree = load_yaml(text)
@@ -303,6 +306,14 @@ def _read(file: Readable) -> dict[Any, Any]:
         remedy = f"it needs {', '.join(_required())}"
         raise ConfigError([Problem(str(file), "", message, remedy)])
     return tree
+
+
+def _other_file(file: Readable) -> str:
+    """The remedy for a config that cannot be read: the one in a directory, or a similar path."""
+    if not isinstance(file, Path) or not file.is_dir():
+        return nearest_path(file) if isinstance(file, Path) else "check the path"
+    inner = file / "config.yaml"
+    return f"did you mean {inner}?" if inner.exists() else "name the YAML file"
 
 
 def _required() -> list[str]:
@@ -340,6 +351,11 @@ def _message(entry: Any, key: str) -> tuple[str, str]:
     remedy = f"the default is {default!r}" if default is not None else meaning_of(key)
     if kind == "literal_error":
         remedy = nearest(found, entry["ctx"]["expected"]) or remedy
+    if kind == "value_error" and isinstance(found, dict):  # the text of a section says what to do
+        found, remedy = {name: one for name, one in found.items() if str(name) in expected}
+        found, remedy = found or "a section", ""
+        if key == "cluster.env":  # any value of it may be a secret
+            found = ", ".join(map(str, found))
     shown = "a value that is not shown" if found == HIDDEN else _shown(found)
     return f"found {shown}, expected {expected}", remedy
 
@@ -359,6 +375,12 @@ def _cut(text: str) -> str:
 
 def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
     """Message and remedy for an unknown key, which another kind or version may have."""
+    outer, *inner = str(loc[-1]).split(".")
+    if all([outer, *inner]) and inner:
+        nested = _shown(found)
+        for part in reversed(inner):
+            nested = f"{{{part}: {nested}}}"
+        return f"unknown key (value {_shown(found)})", f"keys nest in YAML: {outer}: {nested}"
     removed = why_removed(key)
     if removed is not None:
         return f"found {_shown(found)}: {removed}", "delete the key"

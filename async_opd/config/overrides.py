@@ -74,7 +74,7 @@ def add_overrides(
     """
     what = f"config keys to override, for example {example}"
     if bare:
-        alone = parser.add_argument("overrides", nargs="*", metavar=METAVAR, help=what)
+        alone = parser.add_argument("overrides", nargs="*", default=[], metavar=METAVAR, help=what)
         alone.completer = completions  # type: ignore[attr-defined]
         what = "the same as an option, may be given several times"
     else:

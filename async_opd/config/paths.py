@@ -13,7 +13,7 @@ from async_opd.config.secrets import HIDDEN, looks_secret, names_secret
 HUB = "hf:"
 """Begins a source of prompts that is a data set of the hub."""
 PYTHON_FILE = re.compile(r"\.py(:\w+)?$")
-"""Ends a grader that is in a file."""
+"""Ends a grader, or an environment, that is in a file."""
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 """How names of splits begin."""
 URL = re.compile(r"[a-z][a-z0-9+.-]*://.")
@@ -28,7 +28,7 @@ Add = Callable[[str, str, str], None]
 
 
 def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add, recorded: bool = False) -> None:
-    """Makes paths of models, data and graders absolute, relative to ``folder``, the config's.
+    """Makes paths of models, data and user code absolute, relative to ``folder``, the config's.
 
     ``run_dir`` stays relative to the working directory. Variables that are not set are added, and
     those that hold a secret, which the run directory's config.yaml would show. That one, which is
@@ -95,10 +95,15 @@ def _paths(tree: dict[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
         section = tree.get(outer)
         if isinstance(section, dict):
             yield from _sources(section, name, key)
-    for outer in ("eval", "reward"):
+    for outer, name in (("eval", "grader"), ("reward", "grader"), ("environment", "factory")):
         section = tree.get(outer)
-        if isinstance(section, dict) and PYTHON_FILE.search(str(section.get("grader"))):
-            yield from _text_at(section, "grader", outer)
+        if isinstance(section, dict) and PYTHON_FILE.search(str(section.get(name))):
+            yield from _text_at(section, name, outer)
+    environment = tree.get("environment")
+    tools = environment.get("tools") if isinstance(environment, dict) else None
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, str) and PYTHON_FILE.search(tool):
+            yield tools, index, f"environment.tools[{index}]"
     yield from _text_at(tree.get("checkpoint"), "mirror", "checkpoint")
     yield from _text_at(tree, "run_dir", "")
 

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
 from async_opd.config.sections.data import ColdStartConfig, DataConfig, beginnings
+from async_opd.config.sections.environment import ENVIRONMENT, EnvironmentConfig
 from async_opd.config.sections.evaluation import EvalConfig, GradingConfig
 from async_opd.config.sections.log import LogConfig, ReportConfig
 from async_opd.config.sections.loss import (
@@ -65,6 +66,8 @@ class RunConfig(Section):
     loss: Annotated[Loss, Field(discriminator="kind")] = ForwardKLConfig()
     reward: RewardConfig | None = None
     """Task reward beside the distillation loss, or instead of it with ``loss.weight`` 0."""
+    environment: EnvironmentConfig | None = None
+    """Environment of episodes with several turns; by default every rollout is one answer."""
     train: TrainConfig = TrainConfig()
     cold_start: ColdStartConfig | None = None
     """Supervised steps before distillation begins."""
@@ -102,6 +105,20 @@ class RunConfig(Section):
             for name, teacher in teachers.items()
         }
 
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_grade(cls, given: Any) -> Any:
+        """With an environment its reward is the grade, unless a grader is named."""
+        if not isinstance(given, dict) or given.get("environment") is None:
+            return given
+        sections = {"eval": given.get("eval", {}), "reward": given.get("reward")}
+        graded = {
+            key: {"grader": ENVIRONMENT, **one}
+            for key, one in sections.items()
+            if isinstance(one, dict)
+        }
+        return {**given, **graded}
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         """Refuses sizes that would starve or dead-lock the pipeline."""
@@ -127,9 +144,13 @@ class RunConfig(Section):
         if self.loss.importance_when_fresh == "exact" and not corrects(self.loss):
             fault = "found exact, but the loss has no importance weights"
             yield "loss.importance_when_fresh", fault, "leave it out, or set loss.importance"
+        if self.eval.n > 1 and not self.eval.temperature:
+            fault = "but with eval.temperature 0 all answers to a prompt are the same"
+            yield "eval.n", f"found {self.eval.n}, {fault}", "set eval.temperature, as to 0.7"
         if self.reward is not None and group < 2:
             fault = f"found {group}, expected at least 2: an advantage is relative to the group"
             yield "rollout.n", fault, "for example 4"
+        yield from self._episode_faults()
         yield from self._weight_faults()
         yield from self._period_faults()
         yield from self._keeping_faults()
@@ -140,6 +161,39 @@ class RunConfig(Section):
         yield from nucleus_faults(
             self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
         )
+
+    def _episode_faults(self) -> Iterator[tuple[str, str, str]]:
+        """Settings that do not go together with episodes of several turns, or that need them."""
+        graders = {"eval.grader": self.eval.grader if self.data.eval else ""}
+        graders |= {"reward.grader": self.reward.grader} if self.reward else {}
+        for key, grader in graders.items():
+            if grader == ENVIRONMENT and self.environment is None:
+                yield key, "found environment, but there is none", "add a section environment"
+            elif grader == ENVIRONMENT and self.environment and self.environment.kind == "tools":
+                fault = "found environment, but functions (kind: tools) give no reward"
+                yield key, fault, "name a grader, or take kind: class with get_reward"
+        if self.environment is not None:
+            yield from self.environment.faults()
+            servers = [n for n, one in self.teachers.items() if isinstance(one, EndpointTeacher)]
+            if servers and self.data.eval and self.eval.teachers:
+                fault = (
+                    f"found true, but teachers.{servers[0]} is a server, which plays no episodes"
+                )
+                yield "eval.teachers", fault, "set it to false: its scores need no episodes"
+            cold = self.cold_start
+            if cold is not None and cold.answers == "given":
+                fault = (
+                    "found given, but given answers have no turns, and no tools in their prompts"
+                )
+                yield "cold_start.answers", fault, "set it to teacher, or remove cold_start"
+            other = [n for n, one in self.teachers.items() if one.renders or one.prompt_template]
+            if cold is not None and other:
+                fault = f"found a cold start, but teachers.{other[0]} reads other prompts than the"
+                fault += " student: its episodes would be trained after its own context"
+                yield "cold_start", fault, "remove it, or let the teacher read as the student does"
+            if self.train.routing == "replay":
+                fault = "found replay, but engines return the experts of single answers only"
+                yield "train.routing", fault, "set it to own, or remove environment"
 
     def _weight_faults(self) -> Iterator[tuple[str, str, str]]:
         """Automatic weights that have nothing to balance."""
@@ -265,6 +319,30 @@ class RunConfig(Section):
     def steps_between(self, periodic: CheckpointConfig | EvalConfig) -> int:
         """Steps between two checkpoints, or evaluations, during training; 0: there are none."""
         return periodic.every_steps or (periodic.every or 0) * self.async_.sync_steps
+
+    @property
+    def response_tokens(self) -> int:
+        """The most sampled tokens of a rollout: those of all turns of an episode."""
+        if self.environment is None:
+            return self.rollout.max_tokens
+        most = self.rollout.max_tokens * self.environment.max_turns
+        return min(most, self.environment.max_tokens or most)
+
+    @property
+    def context_tokens(self) -> int:
+        """The most tokens of an episode's context after its prompt, as far as they are known.
+
+        They are observations, one after each turn but the last, and with ``history: template`` the
+        whole history once more for each segment; at most what the engine takes.
+        """
+        if self.environment is None:
+            return 0
+        turns, observation = self.environment.max_turns, self.environment.max_observation_tokens
+        most, longest = (turns - 1) * observation, self.rollout.engine.max_model_len
+        if self.environment.history == "template":
+            most += turns * (turns - 1) // 2 * (observation + self.rollout.max_tokens)
+            longest = longest and turns * longest
+        return min(most, longest or most)
 
     @property
     def max_in_flight(self) -> int:

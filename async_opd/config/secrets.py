@@ -117,7 +117,7 @@ def take_out(tree: Any, key: str = "") -> Iterator[str]:
     for name, value in entries:
         inner = f"{key}.{name}".lstrip(".")
         within = key if isinstance(tree, list) else str(name)
-        if _is_secret(within, value):
+        if _is_secret(within, value) or (key == "cluster.env" and names_secret(str(name))):
             tree[name] = HIDDEN
             yield inner
         elif isinstance(tree, dict) and isinstance(name, str) and looks_secret(name):
@@ -132,7 +132,8 @@ def _is_secret(name: str, value: Any) -> bool:
         if value in ("", HIDDEN) or (_DIGEST.search(name) and re.fullmatch(_HEX, value)):
             return False
         return names_secret(name) or looks_secret(value)
-    return isinstance(value, int) and not isinstance(value, bool) and names_secret(name)
+    is_short = name.lower().endswith(("token", "key")) and len(str(value)) < MIN_CHARACTERS
+    return type(value) is int and not is_short and names_secret(name)  # max_token: 8 may be shown
 
 
 def without_secrets(value: Any, key: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""Objects of a user's package: ``module:object``, or the name of an entry point.
+"""Objects of a user's package: ``module:object``, ``file.py:object``, or an entry point.
 
     check, doctor, init ──find_user_code──► the module's file is there and binds the name: not run
     run, eval, probe, check --load ──user_object──► the object, after the import of its module
@@ -11,11 +11,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -23,10 +24,13 @@ from typing import Any
 
 LOSSES, SOURCES = "async_opd.losses", "async_opd.sources"
 GRADERS, LOGGERS = "async_opd.graders", "async_opd.loggers"
-TRANSPORTS = "async_opd.transports"
+TRANSPORTS, ENVIRONMENTS = "async_opd.transports", "async_opd.environments"
 """The groups of entry points; one of a transport names a module."""
 ENDS = ("DEVICES", "sender", "receiver")
 """The names that the module of a transport has."""
+ONLY_ENGINES_OFFLINE = "ASYNC_OPD_ONLY_ENGINES_OFFLINE"
+"""Set where ``HF_HUB_OFFLINE`` is for an engine, and not for a user's code in a separate process.
+"""
 DYNAMIC = ("globals", "vars", "setattr", "exec")
 """Functions by which a module binds names that its statements do not show."""
 MAX_PARSED_BYTES = 1 << 18
@@ -44,8 +48,12 @@ def names_user_code(name: str, group: str) -> bool:
 
 def user_object(name: str, group: str) -> Callable[..., Any]:
     """Imports what the name means. UserCodeError for what cannot be imported, or be called."""
+    place, _, path = name.rpartition(":")
     try:
-        found = resolve_name(name) if ":" in name else _entry_point(name, group).load()
+        if place.endswith(".py"):
+            found = getattr(module_in(Path(place)), path)
+        else:
+            found = resolve_name(name) if place else _entry_point(name, group).load()
     except UserCodeError:
         raise
     except (Exception, SystemExit) as error:  # a user's module can raise anything
@@ -54,6 +62,17 @@ def user_object(name: str, group: str) -> Callable[..., Any]:
         raise UserCodeError(f"{name} is {type(found).__name__}, which cannot be called")
     called: Callable[..., Any] = found
     return called
+
+
+def module_in(file: Path) -> ModuleType:
+    """Imports a file that is in no package. ImportError, and what the file raises."""
+    spec = spec_from_file_location(f"file_{str(file).replace('.', '_')}", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be imported")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def user_transport(name: str) -> ModuleType:
@@ -75,13 +94,13 @@ def find_user_code(name: str, group: str) -> None:
 
     The module's file is parsed; neither it nor a package above it is imported.
     """
-    module, _, path = name.partition(":")
+    module, _, path = name.rpartition(":")
     if ":" not in name:
         point = _entry_point(name, group)
         module, path = point.module, point.attr
     bound = ENDS if group == TRANSPORTS else (path.partition(".")[0],)
     try:
-        file = _file_of(module)
+        file = Path(module) if module.endswith(".py") else _file_of(module)
     except (ImportError, ValueError, AttributeError) as error:
         raise UserCodeError(f"{name} cannot be found: {error}") from error
     if file is not None:

@@ -33,6 +33,7 @@ from async_opd.core.uid import Uid
 Item = Group | Rollout | Sample | DeadLetter
 T = TypeVar("T", Group, Rollout, Sample, DeadLetter)
 Element = TypeVar("Element")
+Pairs = tuple[tuple[int, int], ...]
 HeaderFields = tuple[
     Uid,
     int,
@@ -44,9 +45,10 @@ HeaderFields = tuple[
     float | None,
     str,
     str,
-    tuple[tuple[int, int], ...],
+    Pairs,
     EpisodeFacts | None,
     tuple[int, ...],
+    Pairs,
 ]
 """The fields of Header, in order."""
 

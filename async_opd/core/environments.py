@@ -10,10 +10,11 @@ Chat messages are those of chat templates: ``{"role": "tool", "name": …, "cont
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from async_opd.core.row import Row
+from async_opd.core.row import PromptText, Row
 
 Message = dict[str, Any]
 """A chat message, as templates read it."""
@@ -43,14 +44,35 @@ class AssistantMessage:
 
 @dataclass(frozen=True)
 class Opening:
-    """What an environment adds to the row's prompt: ``messages`` after its own, and ``tools``.
+    """Additions of an environment to the row's prompt: ``messages`` after its own, and ``tools``.
 
-    A tool is the JSON schema of a function: ``{"type": "function", "function": {"name": …,
+    ``text`` comes right after the content of the prompt's last message, as TRL appends it. A tool
+    is the JSON schema of a function: ``{"type": "function", "function": {"name": …,
     "description": …, "parameters": …}}``.
     """
 
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    text: str = ""
+
+    def history(
+        self, prompt: PromptText, quoted: Callable[[str], str] = lambda text: text
+    ) -> list[Message]:
+        """The messages with which the episode begins; a plain text is one of the user.
+
+        ``quoted`` makes of ``text`` what may stand in a message of the data.
+        """
+        plain: list[Message] = [{"role": "user", "content": prompt}]
+        first = plain if isinstance(prompt, str) else list(prompt)
+        if self.text and first:
+            last, text = first[-1], quoted(self.text)
+            content = last.get("content") or ""
+            if isinstance(content, str):
+                content += text
+            else:
+                content = [*content, {"type": "text", "text": text}]
+            first[-1] = {**last, "content": content}
+        return [*first, *self.messages]
 
 
 @dataclass(frozen=True)
@@ -94,5 +116,5 @@ class Environment(Protocol):
 class Collateral(Exception):
     """The process of an episode's environment was ended because another episode in it hung.
 
-    The episode begins again with the same seed; this is no fault of the episode.
+    The episode begins again with the same seed; the episode is not at fault.
     """

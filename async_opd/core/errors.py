@@ -54,16 +54,17 @@ class Problem:
 
 
 class ConfigError(AsyncOPDError):
-    """All the problems of the input at once."""
+    """All the problems of the input at once. ``after`` is a line behind them, for people."""
 
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__(problems)
-        self.problems = problems
+    def __init__(self, problems: list[Problem], after: str = "") -> None:
+        super().__init__(problems, after)
+        self.problems, self.after = problems, after
 
     def __str__(self) -> str:
         count = len(self.problems)
         head = f"{count} problem{'s' if count != 1 else ''} with the input:"
-        return "\n".join([head, *(f"  {number}. {p}" for number, p in enumerate(self.problems, 1))])
+        numbered = (f"  {number}. {p}" for number, p in enumerate(self.problems, 1))
+        return "\n".join([head, *numbered, *filter(None, [self.after])])
 
 
 class StageError(AsyncOPDError):
@@ -206,11 +207,15 @@ class ScoreError(AsyncOPDError, ValueError):
 
 
 class SourceError(AsyncOPDError):
-    """A data source that cannot be read. ``row`` is 1-based, or None for the whole source."""
+    """A data source that cannot be read. ``row`` is 1-based, or None for the whole source.
+
+    ``others`` are errors of later rows.
+    """
 
     def __init__(self, source: str, message: str, row: int | None = None, remedy: str = "") -> None:
         super().__init__(source, message, row, remedy)
         self.source, self.message, self.row, self.remedy = source, message, row, remedy
+        self.others: list[SourceError] = []
 
     def __str__(self) -> str:
         return f"{self.source}{'' if self.row is None else f', row {self.row}'}: {self.message}"

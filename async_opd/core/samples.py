@@ -8,6 +8,7 @@ response), k for the teacher's top-k. Log-probabilities are natural logarithms (
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_opd.core.arrays import Float32, Int32
-from async_opd.core.errors import LengthError, ScoreError
+from async_opd.core.errors import LengthError, RolloutFault, ScoreError
 from async_opd.core.row import Media
 from async_opd.core.scores import Scores, sound
 from async_opd.core.sequence import (
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from async_opd.core.row import Row
 
 FinishReason = Literal["stop", "length"]
-EpisodeEnd = Literal["done", "turns", "tokens", "context", "bad_call", "time"]
+EpisodeEnd = Literal["done", "turns", "tokens", "context", "bad_call", "fault"]
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
 
 NO_VERSION = 2**31 - 1
@@ -98,12 +99,13 @@ class VersionSpan:
 
 
 class EpisodeFacts(NamedTuple):
-    """What happened in an episode of ``turns`` sampled turns, and why it came to its ``end``.
+    """The facts of an episode of ``turns`` sampled turns, and why it came to its ``end``.
 
     Numbers of tool calls: ``calls`` that could be read, ``malformed`` ones that could not, and
     ``unknown`` ones of tools that do not exist or take other arguments. ``tool_s`` are seconds in
     the environment's own code, ``cut_tokens`` those that its messages were too long by. ``end`` is
-    ``done`` by the environment, or the bound of the episode that was reached.
+    ``done`` by the environment, the bound of the episode that was reached, or ``fault``: it could
+    not be played.
     """
 
     turns: int
@@ -146,6 +148,14 @@ class TeacherView:
         return tuple(zip(own, seen, strict=True))
 
 
+def _by_version(spans: Sequence[VersionSpan]) -> tuple[tuple[int, int], ...]:
+    """See ``Header.versions``."""
+    tokens = Counter[int]()
+    for span in spans:
+        tokens[span.version] += span.end - span.start
+    return tuple(sorted(tokens.items())) if len(tokens) > 1 else ()
+
+
 @dataclass(frozen=True)
 class Rollout:
     """A sequence of T tokens, of which the student sampled R: its response.
@@ -161,7 +171,8 @@ class Rollout:
     images after the prompt's own, in order. ``routed_experts`` [T - 1, layers, k] are those that a
     mixture's engine chose for all tokens but the last; a rollout of several segments has none.
     ``episode`` has the facts of an episode with an environment. ``view`` is the sequence that the
-    teacher reads, where more than the prompt differs.
+    teacher reads, where more than the prompt differs. ``fault``: why there is no answer; only of
+    evaluations and teachers' own answers, since a rollout for training is dead-lettered.
 
     LengthError for spans, versions, arrays and a view whose lengths disagree.
     """
@@ -179,6 +190,7 @@ class Rollout:
     routed_experts: Experts | None = None
     episode: EpisodeFacts | None = None
     view: TeacherView | None = None
+    fault: RolloutFault | None = None
 
     @classmethod
     def plain(
@@ -205,6 +217,12 @@ class Rollout:
         logprobs = np.full(len(ids), np.nan, np.float32)
         versions = (VersionSpan(0, 0, len(ids)),) if len(ids) else ()
         return cls.plain(uid, prompt, np.asarray(ids, np.int32), logprobs, versions, finish)
+
+    @classmethod
+    def unanswered(cls, uid: Uid, prompt: Prompt, fault: RolloutFault) -> Self:
+        """Stands for the answer of an episode that could not be played. It has no tokens."""
+        empty = cls.answer(uid, prompt, (), "stop")
+        return replace(empty, episode=EpisodeFacts(turns=0, end="fault"), fault=fault)
 
     def __post_init__(self) -> None:
         check_spans(self.uid, self.spans, len(self.prompt.token_ids), self.tokens)
@@ -284,6 +302,13 @@ class Rollout:
         return replace(self, topk_ids=None, view=None, prompt=prompt)
 
     @property
+    def without_row(self) -> Rollout:
+        """The rollout without its prompt's row, which no stage after the grader needs."""
+        if self.prompt.row is None:
+            return self
+        return replace(self, prompt=replace(self.prompt, row=None))
+
+    @property
     def oldest_version(self) -> int:
         """The oldest weight version that a token of the response was sampled under.
 
@@ -312,6 +337,7 @@ class Rollout:
             images=tuple((one.width, one.height) for one in (*self.prompt.media, *self.media)),
             episode=self.episode,
             segments=tuple(end - start for start, end in segments) if len(segments) > 1 else (),
+            versions=_by_version(self.version_spans),
         )
 
 
@@ -362,8 +388,10 @@ class Header:
 
     ``tokens`` are those of prompt and response, of which ``response_tokens`` are the response's.
     ``scores`` is the name of a sample's kind of scores. ``images`` are widths and heights, in
-    pixels. ``segments`` are the numbers of tokens of each, if there are several. Of other
-    items than rollouts and samples the fields with defaults are not set.
+    pixels. ``segments`` are the numbers of tokens of each, if there are several. ``versions`` are
+    pairs of a weight version and the number of response tokens that were sampled under it, of a
+    response of several versions; none of one version. Of other items than rollouts and samples the
+    fields with defaults are not set.
     """
 
     uid: Uid
@@ -379,11 +407,17 @@ class Header:
     images: tuple[tuple[int, int], ...] = ()
     episode: EpisodeFacts | None = None
     segments: tuple[int, ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def turns(self) -> int:
         """The sampled turns; 1 without an environment."""
         return self.episode.turns if self.episode else 1
+
+    def tokens_since(self, version: int) -> int:
+        """The number of response tokens that were sampled under this version or a later one."""
+        every = self.versions or ((self.oldest_version, self.response_tokens),)
+        return sum(tokens for sampled, tokens in every if sampled >= version)
 
     def staleness(self, version: int) -> int:
         """The trainer's ``version`` minus the oldest token's, at least 0."""

@@ -8,7 +8,7 @@
 Row t - 1 of a causal model (its hidden state, its logits) predicts token t. Only ``rows_of``
 implements this: packing, scoring and endpoints take their rows from it.
 
-Each span of origin ``prompt`` begins a segment: a context of its own, where a chat template
+Each span of origin ``prompt`` begins a segment: another context, where a chat template
 rewrites the history before a turn. A model computes each segment as a sequence by itself.
 """
 
@@ -91,8 +91,9 @@ def rows_of(spans: Sequence[Span]) -> tuple[Range, ...]:
 
 def segments_of(spans: Sequence[Span]) -> tuple[Range, ...]:
     """The segments, which partition ``0..T``; one, also if there are no tokens."""
-    starts = [0, *(span.start for span in spans[1:] if span.origin == PROMPT)]
-    return tuple(zip(starts, [*starts[1:], spans[-1].end if spans else 0], strict=True))
+    later = [span.start for span in spans[1:] if span.origin == PROMPT]
+    end = spans[-1].end if spans else 0
+    return tuple(zip((0, *later), (*later, end), strict=True)) if later else ((0, end),)
 
 
 def count(ranges: Iterable[Range], below: int = sys.maxsize) -> int:

@@ -19,6 +19,11 @@ def prompt_uid(rollout: Uid) -> Uid:
     return Uid(rollout.rpartition("/")[0])
 
 
+def turn_uid(rollout: Uid, turn: int) -> Uid:
+    """Names a turn of a rollout, for its seed; the first one has the rollout's."""
+    return Uid(f"{rollout}/{turn}") if turn else rollout
+
+
 TRACED = 100
 
 

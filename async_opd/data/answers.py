@@ -49,6 +49,7 @@ class GivenAnswers:
 def supervised(rollout: Rollout) -> Sample:
     """The sample that is trained with the cross entropy of the rollout's response."""
     certain = np.zeros(len(rollout.response_ids), np.float32)
-    prompt = replace(rollout.prompt, row=None, teacher_ids=None)
-    plain = replace(rollout, prompt=prompt, rollout_logprobs=certain, topk_ids=None)
-    return Sample(plain, SampledLogprobs(certain))
+    plain = rollout.without_teacher_inputs
+    prompt = replace(plain.prompt, row=None)
+    changed = replace(plain, prompt=prompt, rollout_logprobs=certain)
+    return Sample(changed, SampledLogprobs(certain))

@@ -58,13 +58,17 @@ class RowSource(PromptSource):
         if excess is not None:
             raise ValueError(excess)
         name = self.prompt or data.prompt
-        for needed in [name] + [data.route_by] * (self.data_source is None):
-            value = value_at(fields, needed)
-            if value in ("", []):
-                raise ValueError(f"has an empty field {needed!r}")
-            if value is None:
-                message = f"has no field {needed!r}; it has {_names(fields)}"
-                raise RowFault(message, self._other_field(needed == name, fields))
+        needed = [name] + [data.route_by] * (self.data_source is None)
+        if lacking := [one for one in needed if value_at(fields, one) is None]:
+            message = f"has no field {' or '.join(map(repr, lacking))}; it has {_names(fields)}"
+            remedies = [self._other_field(one == name, fields) for one in lacking]
+            answer = self.answer or data.answer
+            if value_at(fields, answer) is None:
+                remedies.append(f"graded rows need data.answer, too: there is no {answer!r}")
+            raise RowFault(message, "; ".join(remedies))
+        for one in needed:
+            if value_at(fields, one) in ("", []):
+                raise ValueError(f"has an empty field {one!r}")
         prompt = value_at(fields, name)
         chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
         if not chat and not isinstance(prompt, str):

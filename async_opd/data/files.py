@@ -19,6 +19,7 @@ from async_opd.config.paths import is_url
 from async_opd.core.errors import RowFault, SourceError, in_words
 from async_opd.core.row import Row
 from async_opd.data.fields import MAX_ROW_BYTES, RowSource, row_error, too_large
+from async_opd.files.absent import nearest
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.remote import RemoteFile, only_os_errors
 
@@ -69,7 +70,7 @@ class FileSource(RowSource):
             return
         path = Path(self.path)
         if not os.path.exists(path):
-            raise SourceError(str(path), "does not exist")
+            raise SourceError(str(path), "does not exist", remedy=_elsewhere(path))
         if not (path.is_file() or path.is_dir()):
             raise SourceError(str(path), "is not a file")  # reading a pipe might never end
         yield from file_rows(self, path, index, data, start)
@@ -86,6 +87,19 @@ class FileSource(RowSource):
                 yield from file_rows(self, file, index, data, start)
         except OSError as error:
             raise SourceError(self.path, f"cannot be read: {error}") from error
+
+
+def _elsewhere(path: Path) -> str:
+    """The remedy for a path that does not exist: one from the working directory, or a similar one.
+
+    A relative path was joined to the config's folder: its last parts may be one from here.
+    """
+    parts = path.parts
+    for at in range(1, len(parts)):
+        if os.path.exists(here := os.path.join(*parts[at:])):
+            way = os.path.relpath(here, os.path.join(*parts[:at]))
+            return f"paths are relative to the config's folder: write {way}"
+    return nearest(path)
 
 
 def file_rows(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
 
 
+MAX_WRONG = 5
+"""Wrong rows of a source after which it is read no further."""
+
+
 class StoredRows(Sequence[Row]):
     """Rows by position, 8 bytes of memory for each; the file has no name and ends with this.
 
@@ -84,12 +88,16 @@ def read_source(
 ) -> StoredRows:
     """All rows of a source; ``look`` gets each of them.
 
-    SourceError if one of them is wrong, if there is none, or no room for them.
+    SourceError if one of them is wrong, with the first others; if there is none, or no room for
+    them.
     """
-    rows = StoredRows()
+    rows, wrong = StoredRows(), list[SourceError]()
     for entry in source.rows(index, data):
         if isinstance(entry, SourceError):
-            raise entry
+            wrong.append(entry)
+            if len(wrong) == MAX_WRONG:
+                break
+            continue
         try:
             rows.append(entry)
         except OSError as error:
@@ -98,6 +106,9 @@ def read_source(
             raise SourceError(source.label, message) from error
         if look is not None:
             look(entry)
+    if wrong:
+        wrong[0].others = wrong[1:]
+        raise wrong[0]
     if not rows:
         raise SourceError(source.label, "has no rows")
     return rows

@@ -156,10 +156,17 @@ class Evaluation:
         rollouts = [one.rollout for one in answers if one.grade is not None]
         metrics["response_tokens"] = fmean(len(one.response_ids) for one in rollouts)
         metrics["truncated"] = fmean(one.finish_reason == "length" for one in rollouts)
+        if episodes := [one.episode for one in rollouts if one.episode is not None]:
+            correct = [grade >= self.correct_at for own in by_prompt.values() for grade in own]
+            metrics["success"] = fmean(correct)
+            metrics["turns"] = fmean(one.turns for one in episodes)
+            metrics["tool_calls"] = fmean(one.calls for one in episodes)
         return metrics | ({"ungraded": float(len(lost))} if lost else {})
 
     async def _graded(self, rollout: Rollout) -> Answer:
         try:
+            if rollout.fault is not None:
+                raise rollout.fault
             return Answer(rollout, Grade(await self.grade(rollout)))
         except RolloutFault as fault:
             uid = Uid(f"eval {rollout.uid}")

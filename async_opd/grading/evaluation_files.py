@@ -20,6 +20,7 @@ from pathlib import Path
 
 from async_opd.core.errors import StageError
 from async_opd.core.row import Media
+from async_opd.core.samples import Rollout
 from async_opd.files.foreign import Place, foreign
 from async_opd.files.safe_open import make_folder, write_atomically
 from async_opd.grading.evaluation import Answer, EvaluationResult
@@ -94,6 +95,14 @@ class EvaluationFiles:
                 path.remove()
                 del sizes[path]
 
+    def _turns(self, rollout: Rollout) -> list[dict[str, str]]:
+        """The texts of all tokens after the first prompt, by origin."""
+        ids = rollout.token_ids.tolist()
+        return [
+            {"origin": span.origin, "text": self.decode(ids[span.start : span.end])}
+            for span in rollout.spans[1:]
+        ]
+
     def _line(self, answer: Answer) -> dict[str, object]:
         rollout, grade = answer.rollout, answer.grade
         line: dict[str, object] = {
@@ -107,6 +116,8 @@ class EvaluationFiles:
             "ungraded": None if answer.lost is None else self.redacted(answer.lost.reason),
             "versions": [[one.version, one.start, one.end] for one in rollout.version_spans],
         }
+        if rollout.episode is not None:
+            line |= {"turns": self._turns(rollout), "episode": rollout.episode._asdict()}
         images = [image._asdict() for image in _images(answer)]
         return line | ({"images": images} if images else {})
 

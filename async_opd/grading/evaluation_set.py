@@ -14,16 +14,17 @@ from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
+from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.core.row import Row
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.data.prompts import to_prompt
 from async_opd.data.teacher_prompts import Reader
-from async_opd.grading.evaluation import Evaluation
+from async_opd.grading.evaluation import Evaluation, GradeRollout
 from async_opd.grading.evaluation_files import EvaluationFiles
 from async_opd.grading.grader_pool import Graders, GraderSpec
-from async_opd.grading.graders import Grade, has_verifier
+from async_opd.grading.graders import Grade, GradeError, has_verifier
 from async_opd.models.tokenizer import Text
 from async_opd.pictures import ShownText, Thumbnails
 
@@ -53,6 +54,7 @@ def evaluation_of(
                 row,
                 text.encode,
                 config.teacher_of,
+                graded=config.environment is not None,
                 readers=readers,
                 limit=limit if config.data.overlong == "truncate_left" else None,
                 truncate=True,
@@ -63,14 +65,6 @@ def evaluation_of(
     if not prompts:
         return None
     graders = Graders(GraderSpec.of(config, settings.grader))
-    turn = asyncio.Lock()
-
-    async def grade(rollout: Rollout) -> Grade:
-        async with turn:  # one response in each round of the loop, which has a run to drive
-            await asyncio.sleep(0)
-            response = text.decode(rollout.response_ids.tolist())
-        return await graders.grade(response, rows[rollout.prompt.uid])
-
     redacted = Redactor(config.model_dump(mode="json", by_alias=True))
     most, in_all = (
         int(mib * (1 << 20)) for mib in (settings.samples_mib, settings.samples_total_mib)
@@ -81,12 +75,32 @@ def evaluation_of(
     return Evaluation(
         tuple(prompts),
         sampling_of(config),
-        grade,
+        rewarded if settings.grader == ENVIRONMENT else _by_graders(graders, text, rows),
         graders.close,
         settings.correct_at,
         files.write,
         frozenset(row.data_source for row in rows.values() if has_verifier(row)),
     )
+
+
+def _by_graders(graders: Graders, text: Text, rows: Mapping[Uid, Row]) -> GradeRollout:
+    turn = asyncio.Lock()
+
+    async def grade(rollout: Rollout) -> Grade:
+        async with turn:  # one response in each round of the loop, which has a run to drive
+            await asyncio.sleep(0)
+            response = "\n".join(text.decode(one.tolist()) for one in rollout.turns)
+        return await graders.grade(response, rows[rollout.prompt.uid])
+
+    return grade
+
+
+async def rewarded(rollout: Rollout) -> Grade:
+    """The environment's reward as a grade. GradeError without one, which counts as no grade."""
+    if rollout.reward is None:
+        cause = f"the environment gave rollout {rollout.uid} no reward"
+        raise GradeError(ENVIRONMENT, cause, "add get_reward to it, or name a grader")
+    return Grade(rollout.reward)
 
 
 def sampling_of(config: RunConfig) -> SamplingSpec:

@@ -11,18 +11,18 @@ import importlib
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Context, Decimal
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Self
 
+from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.user_code import (
     GRADERS,
     find_in_file,
     find_user_code,
+    module_in,
     names_user_code,
     user_object,
 )
@@ -191,7 +191,8 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def is_function(name: str) -> bool:
     """Whether a user's function grades, which may need no answer."""
-    return not (name in BUILT_IN or name == "math_verify" or name.startswith(f"{REGEX}:"))
+    known = (*BUILT_IN, ENVIRONMENT, "math_verify")
+    return not (name in known or name.startswith(f"{REGEX}:"))
 
 
 def find_grader(name: str) -> None:
@@ -221,13 +222,7 @@ def _function(name: str) -> Any:
         )
     if not place.endswith(".py"):
         return getattr(importlib.import_module(place), function)
-    spec = spec_from_file_location(f"grader_of_{place.replace('.', '_')}", place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{place} cannot be imported")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
-    spec.loader.exec_module(module)
-    return getattr(module, function)
+    return getattr(module_in(Path(place)), function)
 
 
 def _compute_score(

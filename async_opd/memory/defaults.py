@@ -28,8 +28,11 @@ NEAR_FULL = 0.85
 def needed_tokens(config: RunConfig) -> int | None:
     """Tokens of the longest sequence of any engine; None without ``data.max_prompt_tokens``.
 
-    One more than prompt and response: engines sample a token when they score.
+    One more than prompt and response: engines sample a token when they score. None with an
+    environment, too: how long its tools and messages are is not known.
     """
+    if config.environment is not None:
+        return None
     longest = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     prompt = config.data.max_prompt_tokens
     return None if prompt is None else prompt + longest + 1

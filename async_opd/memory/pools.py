@@ -195,7 +195,7 @@ def frozen_entries(config: RunConfig, size: ModelSize) -> int:
 
 def _row_tokens(config: RunConfig, device: Device) -> int:
     """A rank's tokens of the longest row: the budget, a longer sample, but no more than a batch."""
-    longest = config.rollout.max_tokens + (config.data.max_prompt_tokens or 0)
+    longest = config.response_tokens + config.context_tokens + (config.data.max_prompt_tokens or 0)
     budget = config.train.tokens_per_micro_batch
     if device == "cpu":
         budget = min(budget, CPU_ROW_TOKENS)
@@ -282,7 +282,7 @@ def _recorded(config: RunConfig) -> Terms:
     settings = config.log.microscope
     if not settings.share:
         return {}
-    tokens = config.train.batch_size * config.rollout.max_tokens * settings.share
+    tokens = config.train.batch_size * config.response_tokens * settings.share
     numbers = 13 + 5 * settings.top_k
     return {"recorded tokens": int(8 * numbers * tokens) // config.train.ranks}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -113,12 +113,18 @@ class ChatTemplate:
         own = bool(messages) and messages[0].get("role") in ("system", "developer")
         return [{"role": "system", "content": self.system}, *messages[own:]]
 
-    def render(self, messages: list[dict[str, Any]], generate: bool = True) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        generate: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
         """The rendered messages; ``generate`` adds the beginning of an assistant's turn.
 
-        ValueError if the template refuses them.
+        ``tools`` are JSON schemas of functions, before those of ``values``. ValueError if the
+        template refuses them.
         """
-        text = self._rendered(self._shaped(messages), generate)
+        text = self._rendered(self._shaped(messages), generate, tools)
         if not generate or self.prefix is None:
             return text
         if not text.endswith(self.opening):
@@ -152,13 +158,17 @@ class ChatTemplate:
         """The chat template, compiled in the same environment as in transformers."""
         return _environment(self.date).from_string(str(self.text))
 
-    def _rendered(self, messages: list[dict[str, Any]], generate: bool) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], generate: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         values = {"tools": None, "documents": None, **self.values, **self.named}
+        if tools:
+            values["tools"] = list(tools)
         try:
             return self._compiled.render(
                 messages=messages, add_generation_prompt=generate, **values
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"{self.place} fails: {error}") from error
 
 

@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
 from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.user_code import ONLY_ENGINES_OFFLINE
 
 Device = Literal["cpu", "cuda"]
 
 CPU_BLOCK_SIZE = 32
-ONLY_ENGINES_OFFLINE = "ASYNC_OPD_ONLY_ENGINES_OFFLINE"
-"""Set where ``HF_HUB_OFFLINE`` is for an engine, and not for a grader that its process starts."""
 MOST = 0.9
 """Largest share of a GPU's memory that ``auto`` gives an engine."""
 NVIDIA_SMI_TIMEOUT_S = 20

@@ -14,6 +14,7 @@ from pathlib import Path
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.absent import nearest
 from async_opd.models.model_files import has_weights, is_hub_id
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -106,17 +107,21 @@ def localize(config: RunConfig, where: str) -> RunConfig:
     return localized
 
 
-def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str]]:
+def with_cached(config: RunConfig, notes: list[str], where: str = "") -> tuple[RunConfig, set[str]]:
     """The config with cached hub ids replaced by their directories; keys of those without weights.
 
     A model whose weights are in the cache too is checked as a directory is. Downloads nothing.
-    Every hub id adds a note.
+    Every hub id adds a note, since it may be a mistyped path relative to the folder of ``where``.
     """
+    folder = Path(where).resolve().parent
     keys: set[str] = set()
 
     def from_cache(named: NamedModel) -> str | None:
         directory = _cached(named)
+        near = nearest(folder / named.model)
+        near = f" ({near})" if near.startswith("did you mean") else ""
         note = f"{named.key}.model: {named.model} is not a local directory and is used as a hub id"
+        note += f", for {folder} has none of this name{near}"
         if directory is None:
             notes.append(
                 f"{note}; it is not in the local cache: the run can check only after the download "

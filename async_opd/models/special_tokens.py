@@ -65,7 +65,7 @@ class SpecialTokens:
         """The first special token that the text, or one of the messages, spells."""
         if isinstance(value, str):
             return next((value[at : at + n] for at, n in self._places(value)), None)
-        inner = value.values() if isinstance(value, dict) else value
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
         return next(filter(None, map(self.found, inner)), None) if _holds(value) else None
 
     def quoted(self, value: Any) -> Any:
@@ -77,10 +77,20 @@ class SpecialTokens:
             return self._quoted(value)
         if isinstance(value, dict):
             return {
-                key: one if key == "role" and one in ROLES else self.quoted(one)
+                key: self._entries(one)
+                if key == "arguments"
+                else one
+                if key == "role" and one in ROLES
+                else self.quoted(one)
                 for key, one in value.items()
             }
         return [self.quoted(one) for one in value] if _holds(value) else value
+
+    def _entries(self, value: Any) -> Any:
+        """A call's arguments: their names come from a model, and are quoted as their values."""
+        if isinstance(value, dict):
+            return {self._entries(key): self._entries(one) for key, one in value.items()}
+        return list(map(self._entries, value)) if _holds(value) else self.quoted(value)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text whose data is quoted. ValueError if a quoted part is a special token."""

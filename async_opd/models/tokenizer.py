@@ -61,7 +61,7 @@ class Text:
             raise ValueError(f"{file} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # the file may ask for truncation and padding, which
         self._tokenizer.no_padding()  # would change prompts
-        self._mode, self._parse = chat_template, special_tokens == "parse"
+        self._mode, self.parses = chat_template, special_tokens == "parse"
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -112,9 +112,13 @@ class Text:
             self.chat.date,
         )
 
-    def encode(self, prompt: PromptText) -> list[int]:
-        """Token ids of a prompt.
+    def encode(
+        self, prompt: PromptText, tools: Sequence[dict[str, Any]] = (), own: int | None = None
+    ) -> list[int]:
+        """Token ids of a prompt, with the JSON schemas of its tools.
 
+        ``own``: how many of its messages, the first ones, are the data's, to which alone
+        ``data.special_tokens`` applies; in others special tokens are text. None: all of them.
         They have one placeholder an image. ValueError for chat messages without a chat template,
         for a special token in the text that the tokenizer cannot read as text, for other media than
         images, and where images and placeholders differ in number.
@@ -125,8 +129,8 @@ class Text:
         if self.placeholder is None:
             if kinds:
                 raise ValueError(f"the prompt has images, and {self._dir} reads none: {NO_IMAGES}")
-            return self._ids(prompt)
-        ids = self._ids(prompt)
+            return self._ids(prompt, tools, own)
+        ids = self._ids(prompt, tools, own)
         if (places := ids.count(self.placeholder)) != len(kinds):
             token = self._tokenizer.id_to_token(self.placeholder)
             raise ValueError(
@@ -135,33 +139,48 @@ class Text:
             )
         return ids
 
-    def _ids(self, prompt: PromptText) -> list[int]:
+    def _ids(
+        self, prompt: PromptText, tools: Sequence[dict[str, Any]], own: int | None
+    ) -> list[int]:
         """Token ids of a prompt whose parts are texts and images."""
         if isinstance(prompt, str) and (self._mode == "never" or self.template is None):
             if self._mode == "always":
                 raise ValueError(f"data.chat_template is always, but {self._dir} has none")
             return self._encoded(prompt)
-        if self.template is None or self._mode == "never":
+        if not self.chats:
             raise ValueError(
                 f"the prompt is a list of chat messages, but {self._dir} has no chat template, or "
                 "data.chat_template is never"
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        given = len(messages)
         messages = self.chat.with_system(messages)
-        if self._parse:
-            return self.plain(self.chat.render(messages))
-        rendered = self.chat.render(self._special.quoted(messages))
-        return self._special.encode(rendered, add_special_tokens=False)
+        if self.parses and own is None:
+            return self.plain(self.chat.render(messages, tools=tools))
+        parsed = own + len(messages) - given if self.parses and own else 0
+        shown = [*messages[:parsed], *self.quoted(messages[parsed:])]
+        return self.quoted_ids(self.chat.render(shown, tools=self.quoted([*tools])))
 
     def _encoded(self, prompt: str) -> list[int]:
         """Token ids of a prompt without a chat template."""
-        if self._parse:
+        if self.parses:
             return encoded(self._tokenizer, prompt)
         return self._special.encode(self._special.quoted(prompt))
 
+    def quoted(self, value: Any) -> Any:
+        """The text, or the messages, whose special tokens ``quoted_ids`` reads as text.
+
+        ValueError for text in which they cannot be found.
+        """
+        return self._special.quoted(value)
+
+    def quoted_ids(self, rendered: str) -> list[int]:
+        """Token ids of what a template makes of quoted messages. ValueError as of ``encode``."""
+        return self._special.encode(rendered, add_special_tokens=False)
+
     def spelled(self, prompt: PromptText) -> str | None:
         """The first special token that the prompt spells and that is read as text, if any."""
-        return None if self._parse else self._special.found(prompt)
+        return None if self.parses else self._special.found(prompt)
 
     def plain(self, text: str) -> list[int]:
         """Token ids of the text alone, without template and without added special tokens."""
@@ -172,10 +191,10 @@ class Text:
         with no_panic():
             return [str(self._tokenizer.decode([one], skip_special_tokens=False)) for one in ids]
 
-    def decode(self, ids: list[int]) -> str:
-        """Text of a response, without special tokens. ValueError: the tokenizer is broken."""
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of a response; ``special``: with special tokens. ValueError: a broken tokenizer."""
         with no_panic():
-            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
     def token(self, token: int) -> str:
         """Text of one token as it stands within a text, with its leading space.
@@ -195,7 +214,7 @@ class Text:
         answer = "forty-two"
         probe = [{"role": "user", "content": "6 * 7"}, {"role": "assistant", "content": answer}]
         try:
-            if self.template is None or self._mode == "never":
+            if not self.chats:
                 return None
             _, found, after = self.chat.render(probe, generate=False).rpartition(answer)
         except Exception:  # a broken file or template fails again, and is reported, with a prompt
@@ -221,6 +240,11 @@ class Text:
     def template(self) -> str | None:
         """The chat template, if there is one."""
         return self.chat.text
+
+    @property
+    def chats(self) -> bool:
+        """Whether chat messages can be read: there is a template, and the config takes it."""
+        return self.template is not None and self._mode != "never"
 
     def image_tokens(self, image: Media) -> int:
         """The most tokens that the model computes for an image. ProcessorError."""

@@ -218,6 +218,7 @@ class RunLog:
             "stage": letter.stage,
             "reason": self._redacted(letter.reason),
         }
+        line |= {"turns": header.turns} if header.episode else {}
         path = self._run_dir / DEAD_LETTERS
         with _written(str(path)), open(path, "ab", buffering=0, opener=regular_file) as file:
             append_line(file, json.dumps(line).encode() + b"\n")

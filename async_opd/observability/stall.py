@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
@@ -87,9 +88,10 @@ def most_tokens(config: RunConfig, evaluated: int) -> int:
     They are those of the (1 + s) K B samples in flight, or of the evaluation's prompts.
     """
     prompt = config.data.max_prompt_tokens or LONGEST_PROMPT
-    longest = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
+    longest = max(config.response_tokens, config.eval.max_tokens or 0) + config.context_tokens
     length = config.rollout.engine.max_model_len or prompt + longest
-    return max(config.max_in_flight, evaluated) * length * STAGES
+    turns = 1 if config.environment is None else config.environment.max_turns  # each a request
+    return max(config.max_in_flight, evaluated) * length * turns * STAGES
 
 
 def teachers_s(config: RunConfig, prompts: Sequence[Prompt], sampling: SamplingSpec) -> float:
@@ -98,8 +100,12 @@ def teachers_s(config: RunConfig, prompts: Sequence[Prompt], sampling: SamplingS
     for name, teacher in config.teachers.items():
         health = teacher.health
         own = [prompt for prompt in prompts if prompt.teacher == name]
-        tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in own)
+        longest = max(sampling.max_tokens, config.response_tokens + config.context_tokens)
+        tokens = sum(len(p.token_ids) + sampling.n * longest for p in own)
         together_s = health.timeout_s + tokens / health.min_tokens_per_s
+        if (played := config.environment) is not None:
+            rounds = math.ceil(len(own) * sampling.n / (played.concurrency * teacher.replicas))
+            together_s += rounds * played.timeouts.episode_s
         each_s = max(together_s, health.response_s(sampling.max_tokens))
         longest_s = max(longest_s, health.tries * each_s)
     return longest_s

@@ -43,15 +43,20 @@ class SignalHandler:
 
     Only the main thread receives signals: elsewhere ``work_ended`` is cancelled instead.
     ``on_forced_exit(why)`` is called before the process is killed because the work did not end in
-    time; it returns the exit code.
+    time; it returns the exit code. ``notify`` gets a line at the first signal.
     """
 
     def __init__(
-        self, work: asyncio.Task[Any], grace_s: float, on_forced_exit: Callable[[str], int]
+        self,
+        work: asyncio.Task[Any],
+        grace_s: float,
+        on_forced_exit: Callable[[str], int],
+        notify: Callable[[str], None],
     ) -> None:
         self._work = work
         self._grace_s = grace_s
         self._on_forced_exit = on_forced_exit
+        self._notify = notify
         self._timer: threading.Timer | None = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -66,6 +71,10 @@ class SignalHandler:
             self._timer = threading.Timer(self._grace_s, self._end, [why])
             self._timer.daemon = True
             self._timer.start()
+            self._notify(
+                "a signal ends the run, with a checkpoint if it began to train; another SIGINT "
+                "(Ctrl-C) ends it at once"
+            )
             self._work.cancel()
         elif number == signal.SIGINT:
             self._end("a second SIGINT ended the run at once")

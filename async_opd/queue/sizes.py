@@ -10,7 +10,8 @@
 
 With ``train.routing: replay`` each token of both has k experts in each layer, of 1 or 2 bytes.
 
-Upper bounds: every response has ``rollout.max_tokens``.
+Upper bounds: every response has ``rollout.max_tokens``; an episode's has that in each turn, and
+its observations are as prompt tokens, for the student and, by its view, for the teacher.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ScoreKind, score_kind, scored_top_k
@@ -137,8 +139,10 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
     most queue.max_mib, or one message. Topic ``scored`` may also hold two batches, which the
     trainer takes however large they are (``Topic._has_room``).
     """
-    response, batch = config.rollout.max_tokens, config.train.batch_size
+    response, batch = config.response_tokens, config.train.batch_size
     rest = ITEM_BYTES + (NUMBER + routing_bytes(config)) * prompt_tokens
+    if config.environment is not None:
+        rest += NUMBER * (2 * config.context_tokens + prompt_tokens + response)
     rollout = rest + response * max((one.rollout for one in found), default=0)
     sample = rest + response * max((one.sample for one in found), default=0)
     most, samples = config.queue.max_mib << 20, config.queue.max_samples
@@ -205,16 +209,46 @@ def refused(config: RunConfig, traffic: Traffic) -> tuple[str, str, str] | None:
     least = -(-longest // (1 << 20))
     return (
         "queue.max_mib",
-        f"found {mib}, but a single sample with rollout.max_tokens {config.rollout.max_tokens} may "
-        f"have {in_mib(longest)}",
+        f"found {mib}, but a single sample of {config.response_tokens} response tokens may have "
+        f"{in_mib(longest)}",
         f"at least {least}, a smaller rollout.max_tokens, or a loss.support with a smaller payload",
     )
 
 
-def calls(prompts: Sequence[Prompt], sampling: SamplingSpec) -> Iterator[list[Prompt]]:
-    """The prompts in parts; the answers to a part, ``sampling.n`` per prompt, fit one message."""
-    answer = ITEM_BYTES + rollout_bytes("sampled", 0) * sampling.max_tokens
-    return cut(prompts, lambda p: sampling.n * (answer + NUMBER * len(p.token_ids)))
+@dataclass(frozen=True)
+class EpisodeBounds:
+    """The bounds of a run's episodes.
+
+    The most ``tokens`` after the prompt of one, the ``seconds`` that it may take, and how many a
+    replica plays at the same time.
+    """
+
+    tokens: int
+    seconds: float
+    concurrency: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self | None:
+        """Those of a run; None without an environment."""
+        played = config.environment
+        if played is None:
+            return None
+        tokens = config.response_tokens + config.context_tokens
+        return cls(tokens, played.timeouts.episode_s, played.concurrency)
+
+
+def calls(
+    prompts: Sequence[Prompt], sampling: SamplingSpec, episodes: EpisodeBounds | None = None
+) -> Iterator[list[Prompt]]:
+    """The prompts in parts; the answers to a part, ``sampling.n`` per prompt, fit one message.
+
+    An episode may have its teacher's view of all tokens, too.
+    """
+    answer, views = ITEM_BYTES + rollout_bytes("sampled", 0) * sampling.max_tokens, 1
+    if episodes is not None:
+        views = 2
+        answer = ITEM_BYTES + (rollout_bytes("sampled", 0) + NUMBER) * episodes.tokens
+    return cut(prompts, lambda p: sampling.n * (answer + views * NUMBER * len(p.token_ids)))
 
 
 def in_mib(nbytes: int) -> str:

@@ -21,18 +21,18 @@ from async_opd.checkpoint.earlier_run import (
 from async_opd.checkpoint.resume import IDENTITY, identity
 from async_opd.checkpoint.store import FOLDER, Checkpoints
 from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
-from async_opd.checks.resources import pools
+from async_opd.checks.resources import pools, resolve_device, with_device
 from async_opd.checks.tested import REMEDY, untested
 from async_opd.config.device_defaults import resolved
 from async_opd.config.load import dump_config
 from async_opd.config.overrides import add_config, add_run_dir, load_given
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
+from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.data.hub import with_cached_data
 from async_opd.data.mixture import with_steps
 from async_opd.data.template_date import with_template_date
-from async_opd.files.absent import nearest
 from async_opd.files.kept_steps import KEPT
 from async_opd.files.origin import ORIGIN
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
@@ -46,6 +46,7 @@ from async_opd.observability.terminal import table_terminal
 from async_opd.observability.trace import TRACE
 from async_opd.prepare import Prepared, prepare
 from async_opd.queue.sizes import images_in_words, in_mib, kept_in_words, payloads, traffic
+from async_opd.waiting.own_loop import run_to_end
 
 if TYPE_CHECKING:
     from async_opd.models.engine_args import Device
@@ -54,10 +55,16 @@ ABOUT = """\
 Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
 with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
 it finds, each with a remedy. Looks for the files of code that the config names; without --load it
-runs none of it, and sends no key.
+runs none of it, and sends no key. With --episodes it starts the student's engine, and plays.
 
   async_opd check config.yaml rollout.replicas=4
   async_opd check config.yaml --load
+  async_opd check config.yaml --episodes 4
+  async_opd check config.yaml --cluster
+
+With --cluster it also joins the cluster of cluster.address or RAY_ADDRESS, and has each of its
+nodes compared with this one, as before a run: no engine starts, and no GPU is reserved. Without
+--load nodes are asked in their own environment, not in that of cluster.env and runtime_env.
 """
 
 
@@ -69,23 +76,78 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     what = "run the code that the config names (loss, graders, sources, loggers, transport), too, "
     what += "and send servers of teachers their keys"
     parser.add_argument("--load", action="store_true", help=what)
+    what = "plays so many episodes of the environment with the student, and prints their turns"
+    parser.add_argument("--episodes", type=int, default=0, metavar="N", help=what)
+    what = "ask the running cluster, too: its nodes, what a run would place on each, what differs"
+    parser.add_argument("--cluster", action="store_true", help=what)
     parser.set_defaults(command=_check)
 
 
 def _check(given: argparse.Namespace) -> int:
-    check(load_given(given), given.config, given.redacted, given.load)
+    if given.episodes < 0:
+        message = f"found {given.episodes}, which is not a number of episodes"
+        raise ConfigError([Problem("command line", "--episodes", message, "for example 4")])
+    config, notes = load_given(given), list[str]()
+    load = given.load or given.episodes > 0
+    if given.cluster:
+        config, notes = _of_the_cluster(config)
+    fetch = given.episodes > 0  # an engine needs the models' files
+    ready = check(config, given.config, given.redacted, load, fetch=fetch)
+    for note in notes:
+        print(indented(given.redacted(f"note: {note}")))
+    if given.cluster:
+        _print_cluster(ready, given.redacted, load)
+    if given.episodes:
+        from async_opd.tools.episodes import play
+
+        play(ready, given.config, given.episodes, given.redacted)
     return 0
 
 
+def _of_the_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The config with the device of the cluster to join. ConfigError if it names no cluster."""
+    if config.cluster.joins is None:
+        message = "no cluster is named: a run would start one on this machine"
+        remedy = "set cluster.address=auto, or RAY_ADDRESS, on a node of the cluster"
+        raise ConfigError([Problem("--cluster", "cluster.address", message, remedy)])
+    config, notes = with_device(config)
+    cluster = config.cluster.model_copy(update={"device": resolve_device(config)})
+    return config.model_copy(update={"cluster": cluster}), notes
+
+
+def _print_cluster(ready: Prepared, redacted: Redactor, load: bool) -> None:
+    """A table of the cluster's nodes with the processes on each. ConfigError with all problems."""
+    from async_opd.cluster.node_checks import survey
+
+    found = run_to_end(survey(ready.config, ready.device, load))
+    columns = ("node", "interface", "GPUs", "free", "CPUs", "memory", "/dev/shm", "processes")
+    table = Table(*columns, title="nodes of the cluster")
+    for node, report, processes in found.nodes:
+        sizes = in_gib(node.memory), in_gib(report.shm_mib << 20)
+        counts = map(str, (node.gpus, node.free, node.cpus))
+        row = (node.name, report.listens or "-", *counts, *sizes, ", ".join(processes) or "-")
+        table.add_row(*row)
+    table_terminal(whole=True).print(table)
+    if found.waits:
+        print(escaped(redacted(f"the run would wait for GPUs: {found.waits}")))
+    if found.problems:
+        raise ConfigError(found.problems)
+
+
 def check(
-    config: RunConfig, where: str, redacted: Redactor, load: bool, resume: bool = False
+    config: RunConfig,
+    where: str,
+    redacted: Redactor,
+    load: bool,
+    resume: bool = False,
+    fetch: bool = False,
 ) -> Prepared:
     """Prints the config with all defaults, its pools, memory and bytes; returns it with its rows.
 
-    ``where`` is the config's file; ``load`` and ``resume`` as for ``prepare``. ConfigError with all
-    problems.
+    ``where`` is the config's file; ``load``, ``resume`` and ``fetch`` as for ``prepare``.
+    ConfigError with all problems.
     """
-    ready = prepare(config, where, fetch=False, load=load, resume=resume)
+    ready = prepare(config, where, fetch=fetch, load=load, resume=resume)
     config, inputs, device = ready.config, ready.inputs, ready.device
     print(escaped(redacted(dump_config(config))))
     table = Table("pool", "replicas", "device each", "model", title="pools")
@@ -109,7 +171,11 @@ def check(
     if shown := [(name, sum(one.nbytes for one in images)) for name, images in asked if name]:
         print(escaped(images_in_words(config, shown)))
     training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
-    print(f"{training} training prompts, {evaluation} evaluation prompts")
+    taken = config.train.steps * config.train.batch_size // config.rollout.n
+    often = f" (the steps take {taken}: each {taken / training:.3g} times)" * (
+        not any(source.stream for source in config.data.train) and training > 0
+    )
+    print(f"{training} training prompts{often}, {evaluation} evaluation prompts")
     return ready
 
 
@@ -137,8 +203,6 @@ def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> 
 def _resumed(config: RunConfig, ready: Prepared, where: str, run_dir: Path) -> str:
     """Where a resumed run would go on, in words. ConfigError for a run of another config."""
     mirror = config.checkpoint.mirror
-    if mirror is None and not run_dir.exists():
-        return f"{run_dir} does not exist ({nearest(run_dir)}): the run would begin anew"
     if left_in(run_dir) or (run_dir / FORMAT_FILE).exists():
         refuse_other_formats(run_dir)
     local, _ = with_cached_data(with_cached(config, [])[0], where, [])
@@ -209,7 +273,7 @@ def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> st
             for one in found
         ),
         *(f"teacher {name}: its model is not on this machine: payload unknown" for name in unknown),
-        f"at most, with {config.rollout.max_tokens} response tokens: a rollout "
+        f"at most, with {config.response_tokens} response tokens: a rollout "
         f"{in_mib(most.rollout)}, a sample {in_mib(most.sample)}; a step moves "
         f"{in_mib(most.step_rollouts)} of rollouts and {in_mib(most.step_samples)} of samples "
         f"through the queue, which holds {in_mib(most.queue)}",

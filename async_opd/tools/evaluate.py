@@ -53,7 +53,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML file, whose data.eval and eval sections count")
     what = "directory of a model, a run or a checkpoint; by default the config's student"
     parser.add_argument("model", nargs="?", metavar="MODEL|RUN_DIR", help=what)
-    add_overrides(parser, "eval.n=4")
+    add_overrides(parser, "eval.max_prompts=100")
     parser.add_argument("--teacher", metavar="NAME", help="evaluates this teacher of the config")
     what = "directory for the results (default: runs/NAME-eval-DATE)"
     parser.add_argument("--out", metavar="DIR", help=what)

@@ -25,6 +25,7 @@ from async_opd.models.own_files import TEMPLATES, is_part
 
 if TYPE_CHECKING:
     from async_opd.files.foreign import Place
+    from async_opd.files.origin import Origin
     from async_opd.tools.given_run import GivenRun
 
 ABOUT = """\
@@ -42,6 +43,7 @@ FOLDERS = ("", ADAPTER, TEMPLATES)
 """Folders of a model with such files."""
 CHUNK = 8 << 20
 SHOWN = 10
+LOADED = "`from_pretrained` of transformers loads the directory, and so does `vllm serve`."
 _MARKS = re.compile(r"([\\`*_~\[\]<>|#@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 """Characters that markdown takes for more than text."""
 
@@ -216,7 +218,7 @@ def _card(run: GivenRun, adapter: bool) -> str:
     origins = read_origins(run.run_dir)
     name = run.checkpoint and run.checkpoint.name
     of = "model/ of the run" if name is None else f"checkpoint {name} of the run"
-    versions = {**origins[-1].versions, "commit": origins[-1].commit} if origins else {}
+    versions = {**origins[-1].versions, **_commit(origins[-1])} if origins else {}
     teachers = [
         (f"teacher {name}", getattr(teacher, "model", None) or "the student itself")
         for name, teacher in config.teachers.items()
@@ -234,6 +236,7 @@ def _card(run: GivenRun, adapter: bool) -> str:
         "---",
         f"# {_plain(config.name)}",
         f"Trained by on-policy distillation with async_opd; {of}.",
+        "peft and vLLM load the adapters." if adapter else LOADED,
         "## Lineage",
         "| what | which |\n|---|---|",
         _row("student", config.student.model),
@@ -249,7 +252,8 @@ def _card(run: GivenRun, adapter: bool) -> str:
         "## Versions",
         "| package | version |\n|---|---|",
         *(_row(name, version) for name, version in versions.items()),
-        f"## Config\n{fence}yaml\n{shown}\n{fence}",
+        "## Config\n<details><summary>all keys</summary>\n",
+        f"{fence}yaml\n{shown}\n{fence}\n\n</details>",
     ]
     card = "\n".join(lines) + "\n"
     hide = Redactor(tree)
@@ -258,6 +262,11 @@ def _card(run: GivenRun, adapter: bool) -> str:
         remedy = "unset the variables that its config names (*_env): a card with a hidden text"
         raise _refused("RUN_DIR", message, f"{remedy} would confirm the value to its author")
     return hide(card)
+
+
+def _commit(origin: Origin) -> dict[str, str]:
+    """The commit as ``async_opd@…``, which looks like no key and is not hidden; {} without one."""
+    return {"commit": f"async_opd@{origin.commit}"} if origin.commit else {}
 
 
 def _data(run: GivenRun) -> Iterator[str]:
@@ -274,13 +283,17 @@ def _data(run: GivenRun) -> Iterator[str]:
 
 
 def _results(run: GivenRun) -> Iterator[tuple[str, float]]:
-    """The last evaluation's metrics in ``summary.json``; none of a run that has not ended."""
+    """The last evaluation's metrics in ``summary.json``; none of a run that has not ended.
+
+    Of those at n answers that equal the accuracy only that one.
+    """
     try:
         summary = json.loads((run.run_dir / "summary.json").read())
     except (OSError, ValueError, RecursionError):
         return
     for key, value in summary.items() if isinstance(summary, dict) else ():
-        if key.startswith(("eval/", "eval_initial/")) and isinstance(value, float):
+        again = "@" in key and value == summary.get(f"{key.rpartition('/')[0]}/accuracy")
+        if key.startswith(("eval/", "eval_initial/")) and isinstance(value, float) and not again:
             yield key, value
 
 

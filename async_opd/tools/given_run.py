@@ -135,6 +135,8 @@ def _named_code(config: RunConfig, replayed: bool) -> Iterator[tuple[str, object
     for key, grader in (("eval.grader", config.eval.grader), ("reward.grader", reward)):
         if is_function(grader):
             yield key, grader
+    if (environment := config.environment) is not None and environment.code:
+        yield "environment", environment.code
     first = () if config.cold_start is None else config.cold_start.data
     parts = {"data.train": config.data.train, "data.eval": config.data.eval}
     for part, sources in (*parts.items(), ("cold_start.data", first)):

@@ -23,7 +23,7 @@ from async_opd.core.printable import indented, on_one_line
 from async_opd.files.absent import nearest
 from async_opd.files.foreign import Place, foreign
 from async_opd.files.lines import MetricsRow, metrics_row
-from async_opd.files.run_format import refuse_other_formats
+from async_opd.files.run_format import FORMAT_FILE, refuse_no_run, refuse_other_formats
 from async_opd.observability.live.console import LiveConsole, PlainConsole, open_console, print_end
 from async_opd.observability.live.display import Display
 from async_opd.observability.live.live_file import LiveRun, read_live
@@ -175,6 +175,8 @@ class Watch:
 
     def _config(self, wait_s: float) -> RunConfig:
         """The run's config. ConfigError if no run has begun within the time."""
+        if self.folder.is_file() or any(self.folder.glob(f"*/{FORMAT_FILE}")):
+            refuse_no_run(self.folder)
         file, since = foreign(self.folder) / "config.yaml", self.clock()
         if not file.exists() and wait_s > 0:
             near = "" if self.folder.is_dir() else f" ({nearest(self.folder)})"

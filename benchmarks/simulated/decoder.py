@@ -29,6 +29,7 @@ class Decoder:
     def __post_init__(self) -> None:
         self.running = 0
         self.paused = False
+        self.request_s = 0.0  # the integral of running requests
         self._tokens = 0.0  # what each running request has received since the start
         self._since = self.clock()
         self._marks: list[tuple[float, int, asyncio.Future[float]]] = []
@@ -75,6 +76,7 @@ class Decoder:
         now = self.clock()
         if self.running and not self.paused:
             self._tokens += (now - self._since) / self.speed.step(self.running)
+            self.request_s += (now - self._since) * self.running
         self._since = now
 
     def _schedule(self) -> None:

@@ -1,6 +1,6 @@
 """A replica of a teacher that is an external server.
 
-    rollouts ──one request each, at most ``concurrency`` at a time──► server ──JSON──► arrays
+    rollouts ──one request a segment, at most ``concurrency`` at a time──► server ──JSON──► arrays
 
 The client runs in the scoring stage's process, behind the same Protocol as an engine's actor. It
 does not trust the server: the request bounds the size of the answer, which is neither decompressed
@@ -29,6 +29,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.errors import RolloutFault, StageError, in_words
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
+from async_opd.core.scores import Scores
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.media.cache import MediaCache, with_images
@@ -46,6 +47,7 @@ from teachers.endpoint.api import (
     scores_of,
 )
 from teachers.meter import ScoringMeter
+from teachers.segments import score_segments
 
 Result = TypeVar("Result")
 
@@ -154,18 +156,21 @@ class EndpointReplica:
         return await self._meter.score(batch, self._score)
 
     async def _score(self, rollout: Rollout) -> Sample:
-        top_k, known = self._spec.top_k, self._spec.vocabulary
-        if not len(rollout.response_ids):
-            return Sample(rollout, scores_of([], [], [], top_k))
-        seen = rollout.for_teacher
-        images = await self._images(seen.prompt)
-        answer = await self._ask(self._api.score(seen, top_k, images))
-        reading = partial(self._api.scores, answer, seen, top_k)
-        scores = await self._read_offloaded(len(answer), reading)
+        known = self._spec.vocabulary
+        scores = await score_segments(self._spec.name, rollout, self._score_segment)
         sample = self.read(lambda: Sample(rollout.without_teacher_inputs, scores))
         if known is not None and highest_id(scores) >= known:
             raise self._foreign_token(highest_id(scores), known)
         return sample
+
+    async def _score_segment(self, segment: Rollout) -> Scores:
+        top_k = self._spec.top_k
+        if not len(segment.response_ids):
+            return scores_of([], [], [], top_k)
+        images = await self._images(segment.prompt)
+        answer = await self._ask(self._api.score(segment, top_k, images))
+        reading = partial(self._api.scores, answer, segment, top_k)
+        return await self._read_offloaded(len(answer), reading)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """The server's own answers, ``sampling.n`` to each prompt, in order."""

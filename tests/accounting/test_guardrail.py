@@ -26,7 +26,11 @@ def step(length: float = 10.0, truncated: float = 0.0, repetition: float = 0.0) 
 @pytest.mark.parametrize(
     ("bad", "line"),
     [
-        ({"truncated": 0.75}, "75% of the responses are cut off at rollout.max_tokens"),
+        (
+            {"truncated": 0.75},
+            "75% of the responses are cut off at rollout.max_tokens, or at the bounds of an "
+            "episode",
+        ),
         ({"repetition": 0.75}, f"75% of the responses' {GRAM}-grams repeat earlier ones"),
     ],
 )

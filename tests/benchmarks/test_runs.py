@@ -53,6 +53,7 @@ CASES = {
     "balancer": Case("--repeats 1 --replicas 2 --requests 40 --decisions 10000", "ray"),
     "chaos": Case("--minutes 0.3 --every 10 --out {}", "runs"),
     "checkpoint": Case("--layers 1 --rounds 1"),
+    "episodes": Case("--episodes 64"),
     "freshness": Case(
         "{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16 fp8_per_channel", "engines"
     ),

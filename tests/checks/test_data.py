@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from async_opd.checks.preflight import preflight
+from async_opd.cli import main
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import RewardConfig
 from async_opd.core.errors import Problem
-from tests.checks.inputs import GOOD, broken_student, config, found, model, one, rows
+from tests.checks.inputs import GOOD, MODELS, broken_student, config, found, model, one, rows
 from tests.data.pictures import RED
 
 SORT = GOOD[0]
@@ -69,7 +71,7 @@ def test_rows_that_do_not_fit_the_run_are_one_problem(
     ("override", "key", "words"),
     [
         ("data.train=[/no/such.jsonl]", "data.train", "/no/such.jsonl: data.train: does not exist"),
-        ("data.train=[/no/such.jsonl]", "data.train", "→ check the path"),
+        ("data.train=[/no/such.jsonl]", "data.train", "→ / exists, and has "),
         ("cold_start={steps: 1, data: /no/such.jsonl}", "cold_start.data", "does not exist"),
         ("teachers.reverse.sources=[reverse, sort]", "teachers.reverse.sources", "sort"),
         (
@@ -91,6 +93,27 @@ def test_what_the_data_do_not_allow_is_one_problem(override: str, key: str, word
 def test_what_the_data_allow_is_none(override: str, tmp_path: Path) -> None:
     given = [rows(tmp_path, *GOOD)] if "cold" in override else []
     assert found(override, *given) == []
+
+
+def test_all_missing_fields_come_at_once_with_the_length_that_does_not_fit(
+    tmp_path: Path,
+) -> None:
+    override = rows(tmp_path, {"question": "1 + 1", "solution": "2"})
+    row, room = found(override, "rollout.max_tokens=2048")
+    assert (room.key, "leaves no room for a prompt" in room.message) == ("rollout.max_tokens", True)
+    assert "has no field 'prompt' or 'data_source'; it has 'question', 'solution'" in row.message
+    assert row.remedy.startswith("set data.prompt: question; give all rows of the source one")
+    assert row.remedy.endswith("graded rows need data.answer, too: there is no 'answer'")
+
+
+def test_the_first_wrong_rows_of_each_file_come_together(tmp_path: Path) -> None:
+    wrong = ["{oops", {"prompt": "", "data_source": "sort"}, "[]", {"data_source": "sort"}]
+    good = SORT | {"answer": "1"}
+    override = rows(tmp_path, good, *wrong, good, "[]", *["[]"] * 9)
+    problems = found(override, f"data.eval=[{tmp_path}/rows.jsonl]")
+    assert [problem.key for problem in problems] == ["data.train"] * 4 + ["data.eval"] * 4
+    places = [problem.where.rpartition(".jsonl, ")[2] for problem in problems[:4]]
+    assert places == ["row 2", "row 3", "rows 4, 7", "row 5"]
 
 
 def without_a_row_for_1(tmp_path: Path) -> list[str]:
@@ -172,13 +195,34 @@ def alone(*overrides: str) -> RunConfig:
 
 
 def test_the_only_teacher_scores_all_rows() -> None:
-    assert preflight(alone(), "c.yaml", 0).problems == []
+    inputs = preflight(alone(), "c.yaml", 0)
+    assert inputs.problems == []
     assert alone().teacher_of("reverse") == "sort"
+    why = "the only teacher scores all rows, those of reverse too, unless its sources are set"
+    assert f"teachers.sort: {why}" in inputs.notes
 
 
 def test_the_only_teacher_scores_its_sources_if_it_names_them() -> None:
     problems = preflight(alone("teachers.sort.sources=[sort]"), "c.yaml", 0).problems
     assert {problem.message for problem in problems} == {"no teacher for data source 'reverse'"}
+
+
+def test_a_path_of_the_working_directory_is_written_as_the_config_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(MODELS, tmp_path / "models")
+    for folder in ("conf", "data"):
+        (tmp_path / folder).mkdir()
+    rows(tmp_path / "data", *GOOD)
+    models = "student: {model: ../models/student}\nteachers: {a: {model: models/teacher-sort}}\n"
+    (tmp_path / "conf" / "mine.yaml").write_text(models + "data: {train: ../data/row.jsonl}\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "conf/mine.yaml", "data.train=data/rows.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "relative to the config's folder: write ../data/rows.jsonl" in said
+    assert main(["check", "conf/mine.yaml"]) == 2
+    assert "did you mean" in (said := capsys.readouterr().err)
+    assert f"{tmp_path}/data/rows.jsonl?" in said.replace("conf/../", "")
 
 
 def with_reward(grader: str, *overrides: str) -> list[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -34,6 +35,18 @@ def possible(sizes: tuple[int, ...], free: tuple[int, ...]) -> bool:
         possible(tuple(others), (*free[:i], gpus - first, *free[i + 1 :]))
         for i, gpus in enumerate(free)
         if gpus >= first
+    )
+
+
+def possible_with(wanted: list[Unit], free: list[int], marks: list[str]) -> bool:
+    """As ``possible``, where a unit's node has the marks that it needs."""
+    if not wanted:
+        return True
+    first, *others = wanted
+    return any(
+        possible_with(others, [*free[:i], gpus - first.gpus, *free[i + 1 :]], marks)
+        for i, gpus in enumerate(free)
+        if gpus >= first.gpus and first.needs <= set(marks[i])
     )
 
 
@@ -184,3 +197,44 @@ def test_a_shortage_is_a_table_of_needed_available_and_free_gpus() -> None:
         "      gpu-a (10.0.0.1)          8     4",
         "      gpu-b (10.0.0.2)          8     8",
     ]
+
+
+some_marks = st.sampled_from(["", "a", "b", "ab"])
+
+
+@examples(200)
+@given(
+    st.lists(st.tuples(any_size, some_marks), max_size=5),
+    st.lists(st.tuples(a_node, some_marks), max_size=4),
+)
+def test_units_are_on_nodes_with_the_marks_that_they_need_whenever_that_is_possible(
+    sizes: list[tuple[int, str]], free: list[tuple[int, str]]
+) -> None:
+    wanted = [
+        replace(unit, needs=frozenset(needs))
+        for unit, (_, needs) in zip(engines(*(s for s, _ in sizes)), sizes, strict=True)
+    ]
+    gpus, marks = [gpus for gpus, _ in free], [marks for _, marks in free]
+    by_node = {f"n{i}": frozenset(found) for i, found in enumerate(marks)}
+    found = assign(wanted, room(*gpus), by_node)
+    assert (found is not None) == possible_with(wanted, gpus, marks)
+    assert all(unit.needs <= by_node[node] for unit, node in (found or {}).items())
+
+
+def test_ranks_are_on_nodes_with_the_marks_that_they_need() -> None:
+    wanted = [replace(rank, needs=frozenset("a")) for rank in ranks(3)]
+    marks = {"n1": frozenset("a"), "n2": frozenset("ab")}
+    found = assign([*wanted, *engines(8)], room(8, 2, 2), marks)
+    assert found is not None
+    assert {found[rank] for rank in wanted} == {"n1", "n2"}
+    assert assign(wanted, room(8, 2, 0), marks) is None
+
+
+def test_a_shortage_names_what_pools_need_and_nodes_have() -> None:
+    nodes = [GpuNode("a", "gpu-a", 1, 1, marks=frozenset({"big", "x=y"})), GpuNode("b", "b", 8, 8)]
+    wanted = [replace(unit, needs=frozenset({"big"})) for unit in engines(2)]
+    assert not fits(wanted, nodes)
+    _, _, pool, _, a, b = shortage(wanted, nodes).splitlines()
+    assert pool.split() == ["rollout:", "big", "1", "×", "2", "2"]
+    assert a.split() == ["gpu-a:", "big", "1", "1"]
+    assert b.split() == ["b", "8", "8"]

@@ -292,7 +292,9 @@ def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
     inputs = preflight(config("teachers.sort.model=org/teacher"), "c.yaml", 0)
     (note,) = inputs.notes
     taken = "teachers.sort.model: org/teacher is not a local directory and is used as a hub id"
-    assert note.startswith(f"{taken}; it is not in the local cache")
+    assert note.startswith(
+        f"{taken}, for {Path.cwd()} has none of this name; it is not in the local cache"
+    )
     assert inputs.problems == []
 
 

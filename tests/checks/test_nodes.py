@@ -18,6 +18,9 @@ from async_opd.checks.nodes import (
     node_problems,
     report,
 )
+from async_opd.config.sections.evaluation import GradingConfig
+from async_opd.config.user_code import LOSSES, TRANSPORTS
+from async_opd.grading.grader_pool import GraderSpec
 
 VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "vllm": "0.32.0", "ray": "2.60.0"}
 DRIVER = NodeReport("the driver", VERSIONS, {"NCCL_ALGO": "Ring"}, MIN_SHM_MIB)
@@ -79,6 +82,17 @@ def test_settings_of_nccl_that_differ_are_a_problem(settings: dict[str, str], me
 def test_nodes_without_the_interface_are_named() -> None:
     fault = "b has no interface 'ib0' with an address; it has eth0"
     assert found(A, replace(B, interface=fault)) == [("cluster.interface", fault)]
+
+
+def test_code_that_nodes_cannot_import_is_one_problem_for_each_key() -> None:
+    faults = [
+        replace(A, code={"loss.function": "no m"}),
+        replace(B, code={"loss.function": "no n"}),
+    ]
+    (problem,) = node_problems(DRIVER, faults, KEYS)
+    message = "on a (10.0.0.1): no m; on b (10.0.0.2): no n"
+    assert (problem.key, problem.message) == ("loss.function", message)
+    assert "cluster.runtime_env: {working_dir" in problem.remedy
 
 
 def test_only_nodes_with_gpus_need_shared_memory() -> None:
@@ -208,3 +222,50 @@ def test_a_report_has_the_settings_that_nccl_has_to_agree_on(
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert report("n", probe, False).settings == {"NCCL_CUMEM_ENABLE": "0"}
+
+
+MODULES = {
+    "good": "def f(): pass",
+    "lacks": "import none_such",
+    "hangs": "import time; time.sleep(600)",
+    "crashes": "import os; os.kill(os.getpid(), 9)",
+    "ends": "print('bye'); raise SystemExit(3)",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "fault"),
+    [
+        ("good", ""),
+        ("lacks", "No module named 'none_such'"),
+        ("hangs", "took longer than"),
+        ("crashes", "exit code -9"),
+        ("ends", "SystemExit: 3"),
+    ],
+)
+def test_code_of_users_is_imported_in_a_process_that_may_do_anything(
+    probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, fault: str
+) -> None:
+    (tmp_path / f"{module}_of_a_user.py").write_text(MODULES[module])
+    monkeypatch.syspath_prepend(tmp_path)
+    named = {"loss.function": (f"{module}_of_a_user:f", LOSSES)}
+    bound_s = 0.1 if module == "hangs" else 60
+    found = report("n", replace(probe, code=named, bound_s=bound_s), False).code
+    assert list(found) == (["loss.function"] if fault else [])
+    assert fault in found.get("loss.function", "")
+    assert f"{module}_of_a_user" not in sys.modules
+
+
+def test_the_grader_of_the_reward_is_loaded_as_a_replica_loads_it(probe: Probe) -> None:
+    spec = GraderSpec("none_such:f", GradingConfig(), 60)
+    found = report("n", replace(probe, grader=spec), False).code
+    assert "No module named 'none_such'" in found["reward.grader"]
+
+
+def test_a_transport_lacks_an_end(
+    probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one_end.py").write_text("def sender(): pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    given = replace(probe, code={"sync.backend": ("one_end:", TRANSPORTS)})
+    assert "not a module with DEVICES, receiver" in report("n", given, False).code["sync.backend"]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from async_opd.checks.findings import Findings
+from async_opd.checks.models import check_turns
 from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.models.tokenizer import Text
 from tests.checks.inputs import config, found, model
@@ -96,3 +98,29 @@ def test_a_servers_own_template_is_that_of_its_model(tmp_path: Path, student: st
     (teacher / "chat_template.jinja").write_text("its own")
     given = config(student, f"teachers.sort={SERVER}, model: {teacher}}}")
     assert Text.of(given).chat_of_teacher(given, "sort").text == "its own"
+
+
+def test_check_notes_what_each_roles_template_does_with_turns(student: str) -> None:
+    notes = Findings("c.yaml")
+    system = "teachers.sort.system_prompt=be brief"
+    check_turns(config(student, system), "append", False, notes)
+    assert notes.problems == []
+    assert [note.split(":")[0] for note in notes.notes] == ["student", "teachers.sort"]
+    assert "user turn after an answer: changed" in notes.notes[0]  # <think></think> is begun only
+    assert "tool result after a call: not shown" in notes.notes[0]
+
+
+def test_an_environment_whose_tools_the_template_cannot_show_is_refused(student: str) -> None:
+    notes = Findings("c.yaml")
+    check_turns(config(student), "append", True, notes)
+    (problem,) = notes.problems
+    assert problem.key == "environment"
+    assert "does not show tools" in problem.message
+    assert "student.chat_template_file" in problem.remedy
+
+
+def test_an_environment_without_a_chat_template_is_refused() -> None:
+    notes = Findings("c.yaml")
+    check_turns(config(), "append", False, notes)
+    assert [problem.key for problem in notes.problems] == ["environment"]
+    assert notes.notes == []

@@ -14,6 +14,7 @@ from async_opd.cluster.actor_shell import ActorShell
 from async_opd.cluster.network import name_interface, own_address, shared_environment
 from async_opd.config.sections.cluster import ClusterConfig
 from async_opd.core.errors import StageError
+from async_opd.models.engine_args import LOOPBACK
 
 JOINED = ClusterConfig(address="auto")
 
@@ -53,6 +54,17 @@ def test_collectives_use_exactly_the_interface_of_the_config() -> None:
         "NCCL_SOCKET_IFNAME": "=ib0",
         "NCCL_CUMEM_ENABLE": "0",
     }
+
+
+@pytest.mark.parametrize("address", ["auto", None])
+def test_variables_of_the_config_come_in_place_of_the_drivers_but_not_of_the_loopback(
+    address: str | None,
+) -> None:
+    env = {"NCCL_ALGO": "Ring", "MY_DATA": 2, "NCCL_IB_HCA": "mlx5"}
+    cluster = ClusterConfig(address=address, env=cast(Any, env))
+    found = shared_environment(cluster, {"NCCL_ALGO": "Tree", "HF_HOME": "/hf"})
+    joined = {"HF_HOME": "/hf"} if address else LOOPBACK
+    assert found == {"NCCL_ALGO": "Ring", "MY_DATA": "2", "NCCL_IB_HCA": "mlx5", **joined}
 
 
 @pytest.fixture

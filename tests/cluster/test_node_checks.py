@@ -128,3 +128,47 @@ async def test_every_living_node_that_does_not_answer_is_named_also_a_single_one
         f"n{at} (127.0.0.1): no report: a report took longer than 600 s" for at in range(count)
     ]
     assert (len(probes), os.listdir(tmp_path)) == (count, [])
+
+
+async def test_nodes_import_what_replicas_and_ranks_do_but_the_driver_and_a_check_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
+) -> None:
+    probes: list[nodes.Probe] = []
+
+    async def answer(ask: Any, timeout_s: float) -> NodeReport:
+        probes.append(ask.args[1])
+        return await late(ask, timeout_s)
+
+    alive(1)
+    monkeypatch.setattr(node_checks, "_answer", answer)
+    monkeypatch.setattr(nodes, "loading_fault", pytest.fail)  # of the driver's own report
+    given = run_config(
+        run_dir=str(tmp_path),
+        cluster={"address": "auto", "env": {"NCCL_ALGO": "Ring"}},
+        loss={"kind": "user", "function": "m:loss"},
+        reward={"grader": "m:grade"},
+        rollout={"n": 4},
+        sync={"backend": "m:"},
+    )
+    with pytest.raises(ConfigError):
+        await check_nodes(given, "cpu")
+    (probe,) = probes
+    assert (probe.grader and probe.grader.name, sorted(probe.code)) == (
+        "m:grade",
+        ["loss.function", "sync.backend"],
+    )
+    compared = ComparedNodes(given, "cpu", NodeReport("the driver"), load=False)
+    await compared.reports(ray.nodes()[:1])
+    assert (probes[1].grader, probes[1].code) == (None, {})
+
+
+async def test_settings_of_nccl_in_the_config_are_the_drivers_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
+) -> None:
+    alive(0)
+    given = run_config(
+        run_dir=str(tmp_path), cluster={"address": "auto", "env": {"NCCL_ALGO": "Ring"}}
+    )
+    compared = await check_nodes(given, "cpu")
+    assert compared is not None
+    assert compared.driver.settings["NCCL_ALGO"] == "Ring"

@@ -41,7 +41,10 @@ class Cluster:
         return self.gpus[node] - sum(u.gpus for u, at in self.placed.items() if at == node)
 
     def nodes(self) -> list[GpuNode]:
-        return [GpuNode(node, node, gpus, self.free(node)) for node, gpus in self.gpus.items()]
+        return [
+            GpuNode(node, node, gpus, self.free(node), marks=frozenset({f"at={node}"}))
+            for node, gpus in self.gpus.items()
+        ]
 
     def asked(self) -> dict[Unit, str | None]:
         return dict(self.placed)
@@ -156,3 +159,18 @@ async def test_a_large_engine_gets_the_gpus_of_several_less_important_ones(gpus:
     await cluster.looks()
     assert large in cluster.served
     assert len(cluster.served) == 1 + 4 - gpus
+
+
+async def test_a_unit_gets_gpus_of_nodes_with_what_it_needs_only() -> None:
+    """Those that are free elsewhere, or given up elsewhere, do not help it; they help others."""
+    train = Unit((Bundle("train", 0, 1),), frozenset({"at=c"}))
+    cluster = Cluster(train, S0, S1, SORT, b=2, c=2)
+    cluster.placed = {train: None, S0: "b", S1: "c", SORT: "c"}
+    for changed in (True, False):
+        await cluster.placement.look(changed)
+    assert set(cluster.placed) == {train, S0, SORT}
+    cluster.placed[train] = "c"
+    for changed in (True, False):
+        await cluster.placement.look(changed)
+    cluster.placement.close()
+    assert cluster.placed[S1] is None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_opd.cluster import session
 from async_opd.cluster import session as ray_folder
-from async_opd.cluster.session import LOGS, RayFolder
+from async_opd.cluster.session import LOGS, MESSAGES, RayFolder, _keep_message, append_to_log
 
 
 @pytest.fixture
@@ -86,3 +87,52 @@ async def test_an_error_of_any_kind_is_printed_once_and_logs_are_streamed_again(
     await asyncio.wait_for(session._stream_logs(folder, folder.path / "run", ended), 20)
     assert len(calls) == 4
     assert capsys.readouterr().err.count("a name with a NUL") == 1
+
+
+def of_node(**changed: object) -> dict[str, Any]:
+    """A message of Ray with lines of a process."""
+    message = {"ip": "10.0.0.3", "pid": "77", "job": "01", "is_err": True, "lines": ["a", "b"]}
+    return message | changed
+
+
+def test_lines_of_a_process_on_a_node_are_in_a_file_of_it_in_the_nodes_folder(
+    tmp_path: Path,
+) -> None:
+    for message in (of_node(), of_node(lines=["c"]), of_node(is_err=False, lines=["out"])):
+        _keep_message(str(tmp_path), message, False)
+    node = tmp_path / LOGS / "node-10.0.0.3"
+    assert (node / "worker-77.err").read_text() == "a\nb\nc\n"
+    assert (node / "worker-77.out").read_text() == "out\n"
+
+
+def test_of_ray_only_the_words_about_processes_of_the_run_are_kept(tmp_path: Path) -> None:
+    _keep_message(str(tmp_path), of_node(job="", pid="autoscaler"), False)
+    _keep_message(None, of_node(), False)
+    assert list(tmp_path.iterdir()) == []
+    _keep_message(str(tmp_path), {"lines": ["a worker died"], "pid": "raylet"}, False)
+    assert (tmp_path / MESSAGES).read_text() == "a worker died\n"
+
+
+def test_logs_of_a_node_have_bounds_and_keep_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LOG_BYTES", 4)
+    monkeypatch.setattr(session, "MAX_LOGS", 2)
+    for line in ("one", "two", "three", "four"):
+        append_to_log(tmp_path, of_node(lines=[line]))
+    node = tmp_path / "node-10.0.0.3"
+    assert (node / "worker-77.err.1").read_text() == "three\n"
+    assert (node / "worker-77.err").read_text() == "four\n"
+    os.utime(node / "worker-77.err.1", (1, 1))
+    append_to_log(tmp_path, of_node(pid="78"))
+    assert {one.name for one in node.iterdir()} == {"worker-77.err", "worker-78.err"}
+
+
+def test_no_words_of_a_process_lead_out_of_the_folder(tmp_path: Path) -> None:
+    append_to_log(tmp_path / "logs", of_node(ip="../..", pid="../../x"))
+    (node,) = (tmp_path / "logs").iterdir()
+    assert node.name == "node-.._.."
+    (tmp_path / "private").write_text("")
+    (node / "worker-1.err").symlink_to(tmp_path / "private")
+    with pytest.raises(OSError, match="link"):
+        append_to_log(tmp_path / "logs", of_node(ip="../..", pid="1"))

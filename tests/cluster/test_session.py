@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import ray
 
 from async_opd.cluster.actor_shell import Remote
-from async_opd.cluster.session import MESSAGES, ray_session
+from async_opd.cluster.session import MESSAGES, RAYS_ASSERTION, ray_session, without_rays_assertion
 from async_opd.config.load import load_config
 
 pytestmark = pytest.mark.engine
@@ -150,3 +151,21 @@ def test_the_token_of_a_local_cluster_is_asked_for_and_is_on_no_command_line(see
     assert seen.ray.accepted == {seen.ray.token: True, "0" * 64: False}
     assert any("gcs_server" in line for line in seen.ray.commands)
     assert not [line for line in seen.ray.commands if seen.ray.token in line]
+
+
+def test_rays_assertion_is_not_printed_and_other_errors_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The arguments are those of an `async_opd eval` with Ray 2.60."""
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: shown.append(found.object))
+    before = sys.excepthook, sys.unraisablehook
+    mine = ValueError("mine")
+    with without_rays_assertion():
+        for error in (AssertionError(), mine):
+            sys.excepthook(type(error), error, None)
+        for name in (RAYS_ASSERTION, "other"):
+            sys.unraisablehook(SimpleNamespace(object=name))
+    assert shown == [mine, "other"]
+    assert (sys.excepthook, sys.unraisablehook) == before

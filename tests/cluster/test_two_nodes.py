@@ -62,7 +62,8 @@ def cluster() -> Iterator[None]:
     node = {"num_cpus": 1, "num_gpus": 8, "object_store_memory": 80 << 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        with ray_cluster(node, {**node, "env_vars": {"NCCL_CUMEM_ENABLE": "0"}}):
+        other = {**node, "labels": {"market": "spot"}, "resources": {"reliable": 1}}
+        with ray_cluster(node, {**other, "env_vars": {"NCCL_CUMEM_ENABLE": "0"}}):
             yield
 
 
@@ -152,6 +153,24 @@ async def test_hosts_guests_and_ranks_get_the_gpus_of_their_bundles(cluster: Non
         student.kill()
         again = await factory.student(0, NOTHING, 1)
         assert await place(again.remote) == at
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_ray_starts_processes_on_nodes_with_their_labels_and_resources(
+    cluster: None, device: Device
+) -> None:
+    marks = {"labels": {"train": {"market": "spot"}}, "resources": {"teachers.own": ["reliable"]}}
+    async with actors(changed(config(), cluster=marks), device) as made:
+        gpus = int(device == "cuda")
+        remotes = [
+            await made.create(actor_names.trainer(0), gpus=gpus, bundle=("train", 0)),
+            await made.create(
+                actor_names.teacher("own", 0), gpus=2 * gpus, bundle=("teachers.own", 0)
+            ),
+        ]
+        found = {(await place(remote)).node for remote in remotes}
+    (there,) = [node["NodeID"] for node in ray.nodes() if "reliable" in node["Resources"]]
+    assert found == {there}
 
 
 async def test_one_teacher_has_the_gpus_of_two_hosts_on_one_node(cluster: None) -> None:

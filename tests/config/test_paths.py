@@ -40,6 +40,17 @@ def test_a_graders_file_is_relative_to_the_config(file: Path) -> None:
     assert load_config(file).eval.grader == f"{file.parent}/graders/mine.py:score"
 
 
+def test_files_of_environments_are_relative_to_the_config(file: Path) -> None:
+    of_class = ["environment={kind: class, factory: 'own/games.py:Game'}"]
+    loaded = load_config(file, of_class).environment
+    assert loaded is not None
+    assert loaded.factory == f"{file.parent}/own/games.py:Game"
+    of_tools = ["environment={kind: tools, tools: ['own.py:look', 'package.tools:search']}"]
+    loaded = load_config(file, [*of_tools, "eval.grader=exact"]).environment
+    assert loaded is not None
+    assert loaded.tools == [f"{file.parent}/own.py:look", "package.tools:search"]
+
+
 def test_every_variable_that_is_not_set_is_refused_with_its_key(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,9 +56,13 @@ def test_every_secret_of_a_tree_is_found_and_hidden() -> None:
         "b": [{"url": "https://me:pass@host"}, KEY],
         KEY: 1,
         "token": {"name": "fine"},
+        "rollout": {"max_token": 8, "token": 12345678, "password": 1234},
         "hf_token": ["first"],
     }
-    assert sorted(take_out(tree)) == [HIDDEN, "a.api_key", "b.0.url", "b.1", "hf_token.0"]
+    assert sorted(take_out(tree)) == [
+        *(HIDDEN, "a.api_key", "b.0.url", "b.1", "hf_token.0"),
+        *("rollout.password", "rollout.token"),
+    ]
     assert tree["a"] == {"api_key": HIDDEN, "api_key_env": "MY_KEY", "max_tokens": 8}
 
 

@@ -12,6 +12,7 @@ from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.user_code import (
+    GRADERS,
     LOGGERS,
     MAX_PARSED_BYTES,
     UserCodeError,
@@ -71,6 +72,20 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "package_of_a_user", raising=False)
+
+
+def test_an_object_is_named_by_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "package_of_a_user.py"
+    find_user_code(f"{file}:short", GRADERS)
+    assert user_object(f"{file}:short", GRADERS)("ab", None) == 1.0
+
+
+@pytest.mark.parametrize("name", ["package_of_a_user.py:long", "lacking.py:short"])
+def test_an_object_that_is_not_in_its_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserCodeError, match="cannot be found"):
+        find_user_code(str(tmp_path / name), GRADERS)
+    with pytest.raises(UserCodeError, match="cannot be loaded"):
+        user_object(str(tmp_path / name), GRADERS)
 
 
 @pytest.mark.parametrize("name", ["brief", "package_of_a_user:short"])

@@ -14,7 +14,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from async_opd.grading.graders import Grade
 from tests.conftest import make_prompt, make_rollout
-from tests.tools.plan.virtual import run_virtually
+from tests.world.clock import run_virtually
 
 PROMPTS = tuple(make_prompt(uid) for uid in ("p", "q", "r"))
 
@@ -41,6 +41,18 @@ async def test_accuracy_is_that_of_the_graded_answers_and_the_others_are_counted
         "it raised on r/0",
     )
     assert "eval/t/ungraded" not in (await measured(set())).metrics
+
+
+async def test_an_answer_with_a_fault_is_ungraded_for_its_cause() -> None:
+    async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        fault = RolloutFault("environment", "its process died")
+        r = prompts[2]
+        return [*map(make_rollout, ("p/0", "q/0")), Rollout.unanswered("r/0", r, fault)]
+
+    found = await Evaluation(PROMPTS, SamplingSpec(4, 0.0, 1.0, 1), right).run(answers, "eval")
+    (lost,) = found.dead_letters
+    assert (lost.stage, lost.reason) == ("environment", "its process died")
+    assert (found.metrics["eval/t/accuracy"], found.metrics["eval/t/ungraded"]) == (1.0, 1.0)
 
 
 async def test_a_data_source_of_which_nothing_can_be_graded_is_an_error() -> None:

@@ -213,11 +213,10 @@ class Cluster:
         )
         self.shape.faults.into(made, self.seed)
         several = config.train.ranks > 1
-        stale = config.async_.on_stale == "requeue"
         batcher = Batcher(
             made.queue,
             batch_size=batch,
-            max_version_lag=config.async_.max_version_lag if stale else None,
+            max_version_lag=config.async_.lag_to("requeue"),
             group_size=n if config.reward is not None else 1,
             payloads=not several,
         )

@@ -20,7 +20,7 @@ import pytest
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
-from async_opd.core.samples import DeadLetter, Header
+from async_opd.core.samples import DeadLetter, EpisodeFacts, Header
 from async_opd.observability import run_log
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
@@ -334,6 +334,14 @@ def test_dead_letters_have_a_file_and_the_first_of_each_stage_a_message(tmp_path
         "dead-lettered a (grader): bad",
         "dead-lettered c (prompt): bad",
     ]
+
+
+def test_a_dead_letter_of_an_episode_has_its_turns(tmp_path: Path) -> None:
+    header = Header("a", 7, 100, 3, "t", episode=EpisodeFacts(4))
+    with opened(tmp_path) as log:
+        log.dead_letter(DeadLetter(header, "bad", "environment"))
+    (line,) = (tmp_path / "dead_letters.jsonl").read_text().splitlines()
+    assert json.loads(line)["turns"] == 4
 
 
 def test_a_full_disk_ends_the_run_with_the_files_name(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from async_opd.processes.signals import SignalHandler
 
 PROGRAM = """
 import asyncio, os, subprocess, sys
@@ -32,7 +36,7 @@ def on_forced_exit(why):
 
 async def main(stubborn, grace_s):
     task = asyncio.create_task(work(stubborn))
-    interruption = SignalHandler(task, grace_s, on_forced_exit)
+    interruption = SignalHandler(task, grace_s, on_forced_exit, lambda line: None)
     try:
         await task
     except asyncio.CancelledError:
@@ -97,3 +101,20 @@ def test_after_its_grace_it_is_ended_with_its_children() -> None:
     assert program.line() == "the run did not end 0.2 s after a signal (shutdown.grace_s)"
     assert program.code() == 131
     assert all(map(is_gone, program.children))
+
+
+def test_the_first_signal_says_at_once_that_the_run_ends_and_how_to_end_it_sooner() -> None:
+    said: list[str] = []
+
+    async def interrupted() -> None:
+        work = asyncio.create_task(asyncio.Event().wait())
+        handler = SignalHandler(work, 60, lambda why: 1, said.append)
+        for _ in range(2):
+            handler.signal(signal.SIGTERM)
+        with suppress(asyncio.CancelledError):
+            await handler.work_ended()
+        handler.over()
+
+    asyncio.run(interrupted())
+    (line,) = said
+    assert "another SIGINT (Ctrl-C) ends it at once" in line

@@ -16,6 +16,7 @@ from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogpro
 from async_opd.core.stages import SamplingSpec
 from async_opd.queue.sizes import (
     ITEM_BYTES,
+    EpisodeBounds,
     Payload,
     Traffic,
     calls,
@@ -121,7 +122,7 @@ def test_a_sample_that_the_queue_cannot_hold_is_refused_with_what_it_takes() -> 
     assert found is not None
     key, message, remedy = found
     assert key == "queue.max_mib"
-    assert "rollout.max_tokens 32768 may have 16.5 MiB" in message
+    assert "32768 response tokens may have 16.5 MiB" in message
     assert "at least 17" in remedy
     made = config(*long(), "queue.max_mib=17")
     assert refused(made, traffic(made, payloads(made, "cpu"), 0)) is None
@@ -160,6 +161,9 @@ def test_prompts_are_asked_in_calls_whose_answers_are_one_message() -> None:
     parts = list(calls(prompts, sampling))
     assert [prompt.uid for part in parts for prompt in part] == [p.uid for p in prompts]
     assert max(map(len, parts)) == MESSAGE_BYTES // (8 * (8 * 32768 + ITEM_BYTES + 64))
+    bounds = EpisodeBounds(100_000, 600, 4)
+    episodes = list(calls(prompts, sampling, bounds))
+    assert max(map(len, episodes)) == MESSAGE_BYTES // (8 * (12 * 100_000 + ITEM_BYTES + 128))
     short = SamplingSpec(max_tokens=256, temperature=1.0, top_p=1.0, n=1)
     assert len(list(calls(prompts * 10, short))) == 1
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.errors import StageError
+from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from rollouter.evaluation_worker import EvaluationWorker
@@ -29,7 +30,9 @@ class Engine:
         self.in_flight = 0
         self.asked: list[str] = []
 
-    async def sample(self, prompt: Prompt, uid: str, sampling: SamplingSpec) -> Rollout:
+    async def sample(
+        self, prompt: Prompt, uid: str, sampling: SamplingSpec, turn: int = 0
+    ) -> Rollout:
         self.asked.append(uid)
         self.in_flight += 1
         try:
@@ -61,6 +64,37 @@ async def test_answers_come_in_order_and_a_cancelled_evaluation_leaves_no_slot_b
         await task
     await settle(8)
     assert (slots.evaluating, engine.in_flight) == (0, 0)
+
+
+async def test_an_episode_that_cannot_be_played_is_an_answer_with_its_fault() -> None:
+    async def play(prompt: Prompt, uid: str, *_: Any) -> Rollout:
+        if prompt.uid == "p0":
+            raise RolloutFault("environment", "its process died")
+        return make_rollout(uid)
+
+    worker = EvaluationWorker(Slots(3), Engine().sample, play, Slots(3))
+    found = await worker.generate([make_prompt("p0"), make_prompt("p1")], TWO)
+    assert [one.uid for one in found] == ["p0/0", "p0/1", "p1/0", "p1/1"]
+    assert [one.fault and one.fault.cause for one in found] == ["its process died"] * 2 + [None] * 2
+
+
+async def test_few_episodes_of_an_evaluation_begin_while_those_of_rollouts_run() -> None:
+    room, release, begun = Slots(16), asyncio.Event(), list[str]()
+
+    async def play(prompt: Prompt, uid: str, *_: Any) -> Rollout:
+        begun.append(uid)
+        await release.wait()
+        return make_rollout(uid)
+
+    rollouts = [asyncio.create_task(hold(room, release)) for _ in range(16)]
+    await settle(8)
+    worker = EvaluationWorker(Slots(99), Engine().sample, play, room)
+    task = asyncio.create_task(worker.generate([make_prompt(f"p{i}") for i in range(20)], TWO))
+    await settle(8)
+    assert len(begun) == 2
+    release.set()
+    await asyncio.gather(task, *rollouts)
+    assert len(begun) == 40
 
 
 @pytest.mark.parametrize(("rollouts", "answers"), [(0, 16), (4, 8), (7, 2), (16, 2)])

@@ -51,13 +51,15 @@ async def test_a_rollout_gets_its_graders_number(student: str, text: str, reward
     assert graded.reward == reward
 
 
-async def test_the_text_of_all_spans_of_the_student_is_graded(student: str) -> None:
+async def test_the_texts_of_all_turns_are_graded_one_a_line(student: str) -> None:
     whole, tool = rollout(student, "012"), np.array(Text(student).encode("99"), np.int32)
     own = whole.response_ids
     spans = [("prompt", 3), ("student", 1), ("tool", len(tool)), ("student", len(own) - 1)]
     turns = replace(
         whole, continuation=np.concatenate([own[:1], tool, own[1:]]), spans=spans_of(spans)
     )
+    row = replace(turns.prompt.row, answer="0\n12")  # type: ignore[type-var]
+    turns = replace(turns, prompt=replace(turns.prompt, row=row))
     assert (await grading(student).grade(turns)).reward == 1
 
 

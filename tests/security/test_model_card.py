@@ -101,6 +101,6 @@ def test_a_value_does_not_break_the_row_of_a_table(card: Callable[..., str]) -> 
 def test_the_fence_of_the_config_is_longer_than_any_in_it(card: Callable[..., str]) -> None:
     text = "```\n````\n# Not a heading"
     found = card(student={"model": "s", "chat_template_kwargs": {"text": text}})
-    config = found.partition("## Config\n")[2]
+    config = found.partition("</summary>\n\n")[2]
     assert config.startswith("`````yaml\n")
-    assert config.rstrip().endswith("\n`````")
+    assert config.endswith("\n`````\n\n</details>\n")

@@ -29,7 +29,7 @@ STUDENT = ROOT / "examples" / "quickstart" / "models" / "student"
 
 UNPICKLERS = {
     "async_opd/core/batch.py",  # the queue's messages are from our own processes
-    "async_opd/grading/grader_process.py",  # asked over a socket that only its starter holds
+    "async_opd/processes/in_user_process.py",  # asked over a socket that only its starter holds
     "async_opd/data/stored_rows.py",  # a file without a name, which this process has written
 }
 

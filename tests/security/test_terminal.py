@@ -20,7 +20,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Header
-from async_opd.grading.grader_pool import READ_BYTES, SHOWN_BYTES, GraderOutput, Graders, GraderSpec
+from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.grading.graders import GradeError
 from async_opd.observability.live.console import LiveConsole, PlainConsole
 from async_opd.observability.live.view_state import ViewState
@@ -28,6 +28,7 @@ from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Sink
 from async_opd.observability.terminal import terminal_on
 from async_opd.processes.output import nonblocking
+from async_opd.processes.user_process import READ_BYTES, SHOWN_BYTES, UserOutput
 from tests.observability.test_run_log import config
 from tests.security.test_keys import SHAPES
 
@@ -281,7 +282,7 @@ class TestWhatAGraderWrites:
     async def test_may_be_read_by_nobody(self) -> None:
         ours, theirs = os.pipe()
         with os.fdopen(theirs, "w") as file:
-            output = GraderOutput(nonblocking(file))
+            output = UserOutput("grader", nonblocking(file))
             for _ in range(100):
                 output.renew()
                 os.write(output.writer, b"x" * READ_BYTES)
@@ -292,7 +293,7 @@ class TestWhatAGraderWrites:
             output.close()
 
     async def test_is_taken_until_everybody_has_closed_it(self, written: io.StringIO) -> None:
-        output = GraderOutput(written)
+        output = UserOutput("grader", written)
         os.write(output.writer, "ä".encode()[:1])
         await asyncio.sleep(0)
         os.write(output.writer, "ä".encode()[1:] + b"\n")

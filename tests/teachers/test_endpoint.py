@@ -28,6 +28,7 @@ from teachers.endpoint.api import Api, SglangApi, VllmApi
 from teachers.endpoint.replica import EndpointReplica, EndpointSpec
 from teachers.pool import TeacherPool
 from teachers.replica_slots import ReplicaSlots
+from teachers.segments import by_segment, joined
 from tests.conftest import make_prompt, make_rollout
 from tests.sequences import Parts, parts, sampled_positions, sequence
 from tests.world.clock import ManualTimer, settle
@@ -178,8 +179,10 @@ SAMPLED = parts().filter(lambda after: any(n for who, n in after if who == "stud
 @given(after=SAMPLED, top_k=st.sampled_from([0, 2]))
 def test_scores_of_spans_are_those_of_each_token(name: str, after: Parts, top_k: int) -> None:
     (api, server), rollout = SERVERS[name], sequence("p/0", after)
-    scores = api.scores(server(api.score(rollout, top_k).body), rollout, top_k)
-    expected = np.array([value(at) for at in sampled_positions(rollout)], np.float32)
+    parts = [one for one in by_segment(rollout) if len(one.response_ids)]
+    scores = joined([api.scores(server(api.score(o, top_k).body), o, top_k) for o in parts])
+    places = [at for start, end in rollout.segments for at in range(end - start)]
+    expected = np.array([value(places[at]) for at in sampled_positions(rollout)], np.float32)
     if top_k:
         assert isinstance(scores, TopK)
         np.testing.assert_array_equal(scores.sampled_logprobs, expected)
@@ -299,6 +302,19 @@ async def good(request: web.Request) -> web.Response:
     body = await request.json()
     rollout = make_rollout(tokens=len(body["prompt"]) - 3)
     return web.Response(body=vllm_answer(vllm_rows(rollout, body["prompt_logprobs"])))
+
+
+async def test_each_segment_with_sampled_tokens_is_one_request_in_order() -> None:
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append((await request.json())["prompt"])
+        return web.Response(body=vllm_server({"prompt": asked[-1], "prompt_logprobs": 2}))
+
+    turns = [("student", 2), ("tool", 1), ("prompt", 4), ("prompt", 2), ("student", 1)]
+    (sample,) = await scored(answer, rollout := sequence("p/0", turns))
+    assert asked == [rollout.token_ids[:5].tolist(), rollout.token_ids[10:13].tolist()]
+    assert sample.scores.sampled_logprobs.tolist() == [value(3), value(4), value(2)]
 
 
 async def test_a_batch_comes_back_as_samples_in_order() -> None:

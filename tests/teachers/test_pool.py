@@ -19,6 +19,7 @@ from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
+from async_opd.queue.sizes import EpisodeBounds
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import TeacherWeights
 from teachers.replica_slots import ReplicaSlots
@@ -40,14 +41,17 @@ def uids(scored: ScoreResult) -> list[str]:
 
 @asynccontextmanager
 async def pool(
-    *replicas: FakeTeacher, rebuild: FakeRebuild | None = None, **health: Any
+    *replicas: FakeTeacher,
+    rebuild: FakeRebuild | None = None,
+    episodes: EpisodeBounds | None = None,
+    **health: Any,
 ) -> AsyncIterator[tuple[TeacherPool, ManualTimer]]:
     clock = ManualTimer()
     names = set(health) & set(SupervisionConfig.model_fields) - {"timeout_s"}
     supervision = SupervisionConfig(**{name: health.pop(name) for name in names})
     slots = ReplicaSlots("t", replicas, HealthConfig(**health), rebuild, supervision, timer=clock)
 
-    made = TeacherPool(slots)
+    made = TeacherPool(slots, episodes)
     running = asyncio.create_task(slots.members.run())
     try:
         yield made, clock
@@ -127,6 +131,19 @@ async def test_a_hanging_replica_times_out_by_its_tokens() -> None:
         assert clock.left == [5 + 100 / 10]
         await clock.passes(15)
         assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
+
+
+async def test_a_teachers_own_episodes_have_the_time_of_their_tokens_and_environments() -> None:
+    bounds = EpisodeBounds(tokens=997, seconds=600, concurrency=3)
+    hanging = FakeTeacher(hangs=True)
+    given: Any = {"episodes": bounds, "timeout_s": 5, "min_tokens_per_s": 10}
+    async with pool(hanging, **given) as (teacher, clock):
+        prompts = [make_prompt("p"), make_prompt("q")]
+        asked = asyncio.create_task(teacher.generate(prompts, SAMPLING))
+        await settle()
+        tokens = sum(len(prompt.token_ids) + 997 for prompt in prompts)
+        assert clock.left == [5 + tokens / 10 + 2 * 600]
+        asked.cancel()
 
 
 async def test_one_long_answer_of_a_teacher_has_the_time_that_its_tokens_take_one_by_one() -> None:

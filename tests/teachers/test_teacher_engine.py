@@ -6,6 +6,7 @@ One engine serves all kinds, and answers prompts.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ TURNS: Parts = [
     ("student", 5),
     ("tool", 2),
 ]
+SEGMENTS: Parts = [("student", 30), ("prompt", 50), ("student", 3), ("prompt", 1), ("student", 2)]
+"""The second begins with the same tokens as the first: the prefix cache has its sampled ones."""
 LONG: Parts = [("student", 3), ("tool", 70), ("student", 20), ("student", 4)]
 """Several blocks of the prefix cache lie between its spans."""
 
@@ -67,7 +70,21 @@ def rollouts() -> list[Any]:
     long = sequence("long/0", LONG, prompt=12, vocabulary=60, top_k=K, seed=1, media=False)
     ids = long.continuation.copy()
     ids[-3:] = 61, 62, 63
-    return [*made, long, replace(long, uid="long/1", continuation=ids)]
+    made += [long, replace(long, uid="long/1", continuation=ids)]
+    segments = sequence("segments/0", SEGMENTS, prompt=12, vocabulary=60, top_k=K, seed=2)
+    ids = segments.continuation.copy()
+    ids[30:72] = segments.token_ids[:42]
+    return [*made, replace(segments, continuation=ids, media=())]
+
+
+async def scored(scoring: Any) -> list[Any]:
+    """The samples of the rollouts, whose segments are requests with their own ids."""
+    from async_opd.core.samples import Sample
+    from teachers.segments import score_segments
+
+    ids = (f"{id(scoring)} {number}" for number in itertools.count())
+    one = lambda segment: scoring.score(segment, next(ids))  # noqa: E731
+    return [Sample(r, await score_segments("t", r, one)) for r in rollouts()]
 
 
 async def scenario() -> Seen:
@@ -86,12 +103,10 @@ async def scenario() -> Seen:
         tokens = (await teacher.report()).counters["tokens"]
         for kind in ("sampled", "student_topk", "hidden"):
             scoring = RequestScoring(replace(spec, kind=kind), teacher._engine)
-            samples[kind] = [
-                Sample(rollout, await scoring.score(rollout, f"{kind} {rollout.uid}"))
-                for rollout in rollouts()
-            ]
-        warm = RequestScoring(replace(spec, temperature=WARM), teacher._engine)
-        samples["warm"] = [Sample(r, await warm.score(r, f"warm {r.uid}")) for r in rollouts()]
+            samples[kind] = await scored(scoring)
+        samples["warm"] = await scored(
+            RequestScoring(replace(spec, temperature=WARM), teacher._engine)
+        )
         answers = await teacher.generate(prompts(4), SamplingSpec(8, 0.0, 1.0, 1))
         scoring_now = asyncio.create_task(teacher.score(Batch.pack(rollouts())))
         await teacher.load(str(QUICKSTART / "models" / "teacher-reverse"))
@@ -135,8 +150,9 @@ def table_of(model: Any, rollout: Any) -> Any:
     """Log-probabilities [R, V] of a transformers model at the sampled positions, float64."""
     import torch
 
+    each = [torch.from_numpy(rollout.token_ids[slice(*one)]).long() for one in rollout.segments]
     with torch.no_grad():
-        logits = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].double()
+        logits = torch.cat([model(ids[None]).logits[0] for ids in each]).double()
     rows = [at - 1 for at in sampled_positions(rollout)]
     return logits[rows].log_softmax(-1).numpy()
 

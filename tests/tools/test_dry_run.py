@@ -155,10 +155,12 @@ def test_a_run_directory_that_cannot_be_made_is_refused_by_all_commands(
     assert f"run_dir: {run_dir} cannot be written" in capsys.readouterr().err
 
 
-def test_a_resumed_run_whose_directory_does_not_exist_would_begin_anew(
-    begun: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [[], ["--dry-run"]])
+def test_a_run_directory_that_does_not_exist_cannot_be_resumed(
+    command: list[str], begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert dry_run("--run-dir", "runs/mien", "--resume") == 0
-    printed = capsys.readouterr().out
-    near = f"(did you mean {begun}?)"
-    assert f"{begun.parent}/mien does not exist {near}: the run would begin anew\n" in printed
+    assert main(["run", EXAMPLE, FEW, *command, "--run-dir", "runs/mien", "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert f"{begun.parent}/mien does not exist, and --resume continues" in said
+    assert f"→ did you mean {begun}?" in said
+    assert not (begun.parent / "mien").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +26,8 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.files.run_format import write_run_format
 from async_opd.models.tokenizer import Text
+from async_opd.observability.live.console import next_commands
+from async_opd.observability.sinks import Summary
 from async_opd.tools import given_run
 from async_opd.tools.evaluate import evaluation_config
 from trainer.saving import export as checkpoint_model
@@ -112,6 +115,20 @@ def test_a_run_directory_stands_for_its_final_model(tmp_path: Path) -> None:
         evaluation_config(config, str(tmp_path), None)
     (tmp_path / "model").mkdir()
     assert evaluation_config(config, str(tmp_path), None).student.model == str(tmp_path / "model")
+
+
+def test_the_command_that_a_completed_run_prints_evaluates_its_model(
+    started: list[Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "runs" / "mine"
+    shutil.copytree(MODELS / "student", run_dir / "model")
+    write_run_format(run_dir)
+    (run_dir / "config.yaml").write_text(dump_config(load_config(EXAMPLE, FEW)))
+    monkeypatch.chdir(tmp_path)
+    ended = Summary("completed", "", 8, 60.0, run_dir, {"eval/sort/accuracy": 1.0})
+    (command,) = [line for line in next_commands(ended) if line.startswith("async_opd eval")]
+    assert main(shlex.split(command)[1:]) == 0
+    assert started[0].config.eval.n == 4
 
 
 def test_a_relative_directory_is_not_taken_for_a_hub_id(

@@ -92,6 +92,24 @@ def test_a_checkpoint_in_bfloat16_is_rounded(run_dir: Path, tmp_path: Path) -> N
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_the_card_shows_the_commit_and_no_metric_twice(run_dir: Path, tmp_path: Path) -> None:
+    origin, summary = run_dir / "origin.json", run_dir / "summary.json"
+    before = origin.read_text(), summary.read_text()
+    (start,) = json.loads(before[0])
+    origin.write_text(json.dumps([start | {"commit": "3f" * 20}]))
+    metrics = {"eval/a/accuracy": 0.75, "eval/a/mean@1": 0.75, "eval/a/pass@2": 0.9}
+    summary.write_text(json.dumps({"status": "completed"} | metrics))
+    assert main(["export", str(run_dir), str(tmp_path / "out")]) == 0
+    origin.write_text(before[0])
+    summary.write_text(before[1])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"| commit | async\\_opd\\@{'3f' * 20} |" in card
+    assert [line for line in card.splitlines() if line.startswith("| eval/")] == [
+        "| eval/a/accuracy | 0.75 |",
+        "| eval/a/pass\\@2 | 0.9 |",
+    ]
+
+
 def test_the_card_names_student_teachers_data_results_versions_and_no_folder(
     run_dir: Path, tmp_path: Path
 ) -> None:

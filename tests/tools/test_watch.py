@@ -328,3 +328,18 @@ def test_further_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         cli.main(["watch", "a", "b"])
     assert "unrecognized arguments: b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "runs"])
+def test_a_file_and_the_folder_of_all_runs_are_refused_at_once(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("")
+    for one in ("first", "second"):
+        (tmp_path / "runs" / one).mkdir(parents=True)
+        write_run_format(tmp_path / "runs" / one)
+    assert cli.main(["watch", str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    assert "is not a run directory" in said.err
+    assert (f"{tmp_path}/runs/second" in said.err) == (name == "runs")
+    assert "waiting" not in said.out

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.local_ranks import in_processes
+from trainer.batches.token_weights import TokenWeighting
 from trainer.follower import Follower
 from trainer.learner import Learner
 from trainer.rank import Rank
@@ -25,14 +26,17 @@ def mesh_of(spec: RankSpec | None, replicate: int = 1) -> Any:
 
 
 def on_ranks(
-    ranks: int, rank_of: Callable[[RankSpec | None], Rank], work: Callable[[Learner], Any]
+    ranks: int,
+    rank_of: Callable[[RankSpec | None], Rank],
+    work: Callable[[Learner], Any],
+    token_weights: TokenWeighting | None = None,
 ) -> Any:
     """The result of ``work`` with the learner of so many ranks: tensors and plain values."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.pt"
 
         def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
-            torch.save(work(Learner(rank_of(spec), rank_group=rank_group)), file)
+            torch.save(work(Learner(rank_of(spec), token_weights, rank_group)), file)
 
         in_processes(ranks, lead, lambda spec: Follower(rank_of(spec)), 120)
         return torch.load(file, weights_only=True)

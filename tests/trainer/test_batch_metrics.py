@@ -11,14 +11,19 @@ import torch
 
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Sample
+from async_opd.core.samples import EpisodeFacts, Sample
+from async_opd.core.scores import SampledLogprobs
 from tests.conftest import make_rollout
+from tests.sequences import Parts, sequence
 from tests.trainer.models import new_rank, random_sample, tiny_model
+from tests.trainer.oracle import config_of
 from trainer import rank
 from trainer.batches.batch_metrics import batch_metrics, repetition
-from trainer.batches.packing import Packed
+from trainer.batches.packing import LATER_TURNS, SEPARATE_TURNS, Packed, pack
 from trainer.learner import CPU_ROW_TOKENS, Learner
+from trainer.losses import build_objective
 from trainer.losses.report import Metrics, token_sums
+from trainer.rank import Rank
 
 SIZES = [5, 1, 0, 9, 3, 7]
 
@@ -94,6 +99,51 @@ def test_each_source_and_each_teacher_has_the_loss_of_its_own_tokens() -> None:
         assert metrics[f"{kind}/loss"] == pytest.approx(alone["loss/distillation"])
         tokens = sum(len(one.rollout.response_ids) for one in part)
         assert metrics[f"{kind}/token_share"] == pytest.approx(tokens / sum(SIZES))
+
+
+def of_turns(*lengths: int, seed: int = 1) -> Sample:
+    """An episode with turns of these lengths."""
+    parts: Parts = [part for n in lengths for part in (("student", n), ("tool", 2))]
+    rollout = sequence(f"e{seed}/0", parts, seed=seed, media=False)
+    episode = EpisodeFacts(len(lengths), calls=seed, malformed=1, tool_s=0.5, cut_tokens=7)
+    size = sum(lengths)
+    logprobs = -np.random.default_rng(seed).random(size).astype(np.float32)
+    return Sample(replace(rollout, episode=episode), SampledLogprobs(logprobs))
+
+
+def test_the_facts_of_episodes_are_means_over_them() -> None:
+    batch = [of_turns(3, 1), of_turns(*[1] * 5, seed=4), random_sample(0, 3)]
+    found = batch_metrics([sample.header for sample in batch], 100)
+    expected = {"turns": 3.5, "calls": 2.5, "malformed": 1, "unknown": 0, "tool_s": 0.5}
+    of_episodes = {k: v for k, v in found.items() if k.startswith("episode/")}
+    assert of_episodes == {f"episode/{k}": v for k, v in {**expected, "cut_tokens": 7}.items()}
+
+
+def test_a_batch_without_episodes_has_none_of_their_metrics() -> None:
+    metrics = learner().train_batch(samples()).metrics
+    assert not [key for key in metrics if key.startswith(("episode/", "turn/"))]
+
+
+def test_each_turn_of_episodes_has_the_loss_and_gap_of_its_own_tokens() -> None:
+    """Those of samples without an environment count in none; later turns count together."""
+    batch = [of_turns(3, 1), of_turns(*[2] * (SEPARATE_TURNS + 2), seed=4), random_sample(0, 3)]
+    settings = TrainConfig(warmup_steps=0, dtype="float32")
+    objective = build_objective(config_of("k1"))
+    rank = Rank(tiny_model(), objective, settings, torch.device("cpu"))
+    metrics = Learner(rank).train_batch(batch).metrics
+    packed = pack(batch)
+    given = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+    with torch.no_grad():
+        logits = tiny_model()(**given, use_cache=False).logits
+    log_q = logits[0, packed.rows].log_softmax(-1).gather(-1, packed.tokens.targets[:, None])[:, 0]
+    gaps = (log_q - packed.tokens.teacher_logprobs)[:-3].tolist()
+    turns = [0, 0, 0, 1, *np.repeat(range(SEPARATE_TURNS), 2), *[SEPARATE_TURNS] * 4]
+    for turn in range(SEPARATE_TURNS + 1):
+        own = [gap for gap, at in zip(gaps, turns, strict=True) if at == turn]
+        name = f"turn/{turn + 1 if turn < SEPARATE_TURNS else LATER_TURNS}"
+        assert metrics[f"{name}/gap"] == pytest.approx(np.mean(own), abs=1e-5)
+        assert metrics[f"{name}/token_share"] == pytest.approx(len(own) / len(turns))
+        assert f"{name}/loss" in metrics
 
 
 def test_rows_are_within_the_budget_and_on_a_cpu_shorter() -> None:

@@ -127,6 +127,14 @@ async def test_the_memory_of_trained_samples_follows_from_the_budget(scored: Mes
     assert build_batcher(config, scored).remembered >= 2 * budget
 
 
+async def test_a_mask_sends_no_sample_back_for_its_age(scored: MessageQueue) -> None:
+    more: Any = {"async": {"max_version_lag": 0, "on_stale": "mask"}, "rollout": {"n": 1}}
+    batcher = build_batcher(run_config(train={"batch_size": 2}, **more), scored)
+    await put(scored, *named("ab"))
+    batch = await batcher.take(9)
+    assert ([header.uid for header in batch.headers], batch.requeued) == (["a/0", "b/0"], 0)
+
+
 async def test_what_is_dropped_is_let_go_and_its_lease_finished(scored: MessageQueue) -> None:
     batcher = Batcher(scored, batch_size=2, group_size=2)
     await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))

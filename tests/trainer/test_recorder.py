@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from async_opd.config.sections.loss import Loss, RewardConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample, VersionSpan
-from async_opd.core.scores import HiddenStates
+from async_opd.core.scores import HiddenStates, SampledLogprobs
 from async_opd.microscope import (
     CLAMPS,
     COLUMNS,
@@ -24,6 +24,7 @@ from async_opd.microscope import (
     SampleRecord,
     records,
 )
+from tests.sequences import sequence
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.oracle import DIVERGENCES, config_of, every_loss
 from tests.trainer.ranks import CPU, mesh_of, on_ranks
@@ -331,3 +332,27 @@ def test_recording_changes_no_bit_of_a_step(tmp_path: Path) -> None:
         made.train_batch(batch())
     pairs = zip(with_.model.parameters(), without.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_an_episode_has_its_turns_with_the_context_before_each(tmp_path: Path) -> None:
+    """Of a new segment its prompt alone; of the first turn what follows the rollout's prompt."""
+    after = [
+        ("student", 2),
+        ("tool", 3),
+        ("student", 1),
+        ("user", 1),
+        ("prompt", 4),
+        ("student", 2),
+    ]
+    rollout = sequence("p/0", after, top_k=2, seed=1, media=False)
+    scores = SampledLogprobs(np.full(5, -1.0, np.float32))
+    made = learner_of(tmp_path, {"kind": "k1"})
+    made.train_batch([Sample(rollout, scores), random_sample(0, 3)])
+    found = recorded(tmp_path, made)
+    ids = [str(one) for one in rollout.token_ids.tolist()]
+    expected = [(0, 0, ""), (2, 0, " ".join(ids[5:8])), (3, 1, " ".join(ids[10:14]))]
+    assert list(found["p/0"].turns) == expected
+    assert [list(rows) for _, rows in found["p/0"].by_turn()] == [[0, 1], [2], [3, 4]]
+    (other,) = (one for uid, one in found.items() if uid != "p/0")
+    assert other.turns == ()
+    assert other.by_turn() == [("", range(3))]

@@ -23,10 +23,12 @@ def metrics_of(
     return step_metrics([merged([token_sums(found, *owned(teachers))])])
 
 
-def owned(teachers: Sequence[tuple[str, int]]) -> tuple[torch.Tensor | None, list[tuple[str, str]]]:
-    """The owners of consecutive tokens of teachers, all of them of one data source."""
+def owned(
+    teachers: Sequence[tuple[str, int]],
+) -> tuple[torch.Tensor | None, list[tuple[str, str, str]]]:
+    """The owners of consecutive tokens of teachers, all of one data source, without episodes."""
     indices = [index for index, (_, count) in enumerate(teachers) for _ in range(count)]
-    names = [(name, "source") for name, _ in teachers]
+    names = [(name, "source", "") for name, _ in teachers]
     return torch.tensor(indices, dtype=torch.int32) if teachers else None, names
 
 

@@ -1,6 +1,6 @@
 """Sequences of several spans: loss and gradients are those of their rows, computed one by one.
 
-The oracle runs each sequence alone, unpacked, in float64; it takes one sampled token after the
+The oracle runs each segment alone, unpacked, in float64; it takes one sampled token after the
 other, the row before it, and the formula of the objective.
 """
 
@@ -32,11 +32,12 @@ from tests.trainer.oracle import (
 )
 from trainer.batches.batch_metrics import repetition
 from trainer.batches.micro_batches import MicroBatch
-from trainer.batches.packing import group_by_budget
+from trainer.batches.packing import group_by_budget, pack
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
+from trainer.utilization import ModelSize
 
 K, MU_CAP = 5, 1.3
 CPU = torch.device("cpu")
@@ -123,9 +124,20 @@ def outcomes(loss: Any, log_q: torch.Tensor, scores: Any, i: int) -> tuple[Any, 
     return log_p, torch.cat([own, rest[None]])
 
 
+def segments(rollout: Rollout) -> list[torch.Tensor]:
+    """The token ids of each, found one span at a time."""
+    found: list[list[int]] = []
+    for start, end, origin in rollout.spans:
+        found += [[]] if origin == "prompt" else []
+        found[-1] += rollout.token_ids[start:end].tolist()
+    return [torch.tensor(ids) for ids in found]
+
+
 def weight_of(loss: Any, responses: list[int], length: int) -> float:
     """Of one token of a response of ``length`` tokens, in a batch of responses."""
     some = sum(n > 0 for n in responses)
+    if not length:
+        return 0.0
     return {
         "token_mean": 1 / sum(responses),
         "seq_mean_token_mean": 1 / (some * length),
@@ -134,15 +146,21 @@ def weight_of(loss: Any, responses: list[int], length: int) -> float:
     }[loss.reduction]
 
 
-def oracle(model: Any, loss: Any, batch: list[Sample], rewarded: bool) -> torch.Tensor:
-    """The loss with its gradient."""
+def versions_of(rollout: Rollout) -> list[int]:
+    return [one.version for one in rollout.version_spans for _ in range(one.start, one.end)]
+
+
+def oracle(model: Any, loss: Any, batch: list[Sample], rewarded: bool, oldest: int) -> torch.Tensor:
+    """The loss with its gradient; of tokens older than a version there is the reward's alone."""
     responses = [len(sampled_positions(sample.rollout)) for sample in batch]
+    newer = [sum(v >= oldest for v in versions_of(sample.rollout)) for sample in batch]
     rewards = np.array([sample.rollout.reward for sample in batch])
     advantages = (rewards - rewards.mean()) / max(rewards.std(), 1e-12)
     total = torch.zeros((), dtype=torch.float64)
-    for sample, advantage, length in zip(batch, advantages, responses, strict=True):
+    for index, (sample, advantage) in enumerate(zip(batch, advantages, strict=True)):
         rollout = sample.rollout
-        table = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].log_softmax(-1)
+        table = torch.cat([model(ids[None]).logits[0] for ids in segments(rollout)])
+        table = table.log_softmax(-1)
         rows: list[Any] = []
         for i, at in enumerate(sampled_positions(rollout)):
             log_q, token = table[at - 1], int(rollout.token_ids[at])
@@ -156,14 +174,15 @@ def oracle(model: Any, loss: Any, batch: list[Sample], rewarded: bool) -> torch.
                 value = divergence(loss, *outcomes(loss, log_q, sample.scores, i))
             rows.append((value, ratio))
         whole = torch.stack([r for _, r in rows]).prod() if rows else None
-        for value, ratio in rows:
+        for (value, ratio), version in zip(rows, versions_of(rollout), strict=True):
             corrected = ratio if loss.importance != "sequence" else whole
             sampled = loss.importance == "auto" and score_kind(loss) == "sampled"
             if sampled or loss.importance in ("truncated", "sequence"):
                 value = value * corrected.detach().clamp_max(loss.importance_cap)
-            weight = weight_of(loss, responses, length)
-            total = total + weight * value
+            if version >= oldest:
+                total = total + weight_of(loss, newer, newer[index]) * value
             if rewarded:
+                weight = weight_of(loss, responses, responses[index])
                 low, high = 1 - REWARD.clip_low, 1 + REWARD.clip_high
                 gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
                 if advantage < 0:
@@ -173,32 +192,61 @@ def oracle(model: Any, loss: Any, batch: list[Sample], rewarded: bool) -> torch.
 
 
 def gradients(model: Any) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+    every = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+    return torch.cat([one.flatten() for one in every])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=8)
-@given(batch=BATCHES, budget=st.sampled_from([1, 24, 10**6]))
-def test_it_is_that_of_rows_one_by_one(name: str, batch: list[Parts], budget: int) -> None:
+@given(
+    batch=BATCHES, budget=st.sampled_from([1, 24, 10**6]), oldest=st.sampled_from([0, 0, 3, 3, 4])
+)
+def test_it_is_that_of_rows_one_by_one(
+    name: str, batch: list[Parts], budget: int, oldest: int
+) -> None:
+    """Tokens are of versions 2 and 3: older ones than 3 are masked, or all tokens."""
     loss, reward = FAMILIES[name], REWARD if name == "reward" else None
     made = samples(score_kind(loss), batch)
     reference = copy.deepcopy(MODEL)
-    expected = oracle(reference, loss, made, reward is not None)
-    expected.backward()
+    expected = oracle(reference, loss, made, reward is not None, oldest)
+    if expected.requires_grad:
+        expected.backward()
 
-    shares, _ = TokenWeighting.of(loss, reward, MAX_TOKENS)(headers_of(made))
+    shares, _ = TokenWeighting.of(loss, reward, MAX_TOKENS)(headers_of(made), oldest)
     heads = {"t": Identity(VOCABULARY)}
     settings = TrainConfig(max_grad_norm=1e9)
     rank = Rank(copy.deepcopy(MODEL), build_objective(loss, reward), settings, CPU, heads)
     groups = group_by_budget([sample.rollout.tokens for sample in made], budget)
     found = rank.backward(
-        [MicroBatch(tuple(made[i] for i in g), tuple(shares[i] for i in g)) for g in groups]
+        [MicroBatch(tuple(made[i] for i in g), tuple(shares[i] for i in g)) for g in groups],
+        oldest=oldest,
     )
     assert found.sums.get("total", 0.0) == pytest.approx(
         float(expected.detach()), rel=1e-7, abs=1e-9
     )
     torch.testing.assert_close(gradients(rank.model), gradients(reference), rtol=1e-6, atol=1e-9)
+
+
+@given(batch=st.lists(parts(), min_size=1, max_size=3))
+def test_packed_segments_have_the_logits_of_each_alone(batch: list[Parts]) -> None:
+    made = samples("sampled", batch)
+    packed = pack(made)
+    alone = [ids for sample in made for ids in segments(sample.rollout)]
+    lengths = [len(ids) for ids in alone]
+    assert packed.starts.diff().tolist() == lengths
+    assert packed.longest == max(lengths)
+    with torch.no_grad():
+        positions = {"position_ids": packed.position_ids, "use_cache": False}
+        together = MODEL(input_ids=packed.input_ids, **positions).logits[0]
+        expected = torch.cat([MODEL(ids[None]).logits[0] for ids in alone])
+    torch.testing.assert_close(together, expected, rtol=0, atol=1e-12)
+
+
+def test_attention_of_an_episode_costs_what_its_segments_cost() -> None:
+    size = ModelSize(decoder=3_000, head=500, attention=(60, 60), windows=(None, 8))
+    one = sequence("p/0", [("student", 9), ("prompt", 5), ("student", 7)]).header(0)
+    assert size.of_sample(one) == size.training_flops([12, 12], [16])
 
 
 # ── what a step says of them ───────────────────────────────────────────────────────────────────

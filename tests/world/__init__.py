@@ -9,6 +9,7 @@ teachers   replicas that score, fail, hang and share their GPUs
 trainer    the real batcher without a learner
 sync       both ends of a weight sync
 processes  actors' processes that die, hang and are built again
+environments  environments that hang, die and raise, and processes that only seem to have some
 log        what a run logs
 run        a whole pipeline of these; ``faults`` makes its parts fail
 """

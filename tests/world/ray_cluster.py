@@ -15,15 +15,16 @@ STARTS = 5
 
 
 @contextmanager
-def ray_cluster(*nodes: dict[str, Any]) -> Iterator[Cluster]:
-    """A cluster of these nodes, the head first, which this process has joined."""
+def ray_cluster(*nodes: dict[str, Any], joined: bool = True) -> Iterator[Cluster]:
+    """A cluster of these nodes, the head first, which this process has ``joined``."""
     clusters: list[Cluster] = []
 
     def start() -> None:
         clusters.append(Cluster())
         for node in nodes:
             clusters[-1].add_node(**node)
-        ray.init(address=clusters[-1].address, log_to_driver=False)
+        if joined:
+            ray.init(address=clusters[-1].address, log_to_driver=False)
 
     try:
         started(start)

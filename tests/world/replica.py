@@ -33,7 +33,7 @@ def replica_on(engine: Any, name: str = "s", **parts: Any) -> Any:
         name=name,
         sampling=SamplingSpec(4, 1.0, 1.0, 1),
         top_k=0,
-        request=lambda uid, sampling, top_k: {"max_tokens": 4},
+        request=lambda uid, sampling, top_k: {"max_tokens": 4, "logprobs": top_k},
     )
     made._prompts, made._never = EnginePrompts("student", None, None, None), {}
     made._activity, made._counters = Activity("generate"), dict.fromkeys(COUNTERS, 0.0)
@@ -43,7 +43,7 @@ def replica_on(engine: Any, name: str = "s", **parts: Any) -> Any:
     made._evaluation = EvaluationWorker(Slots(4), made._sample)
     made._worker = SimpleNamespace(rollouts=0, grading=0, stop=AsyncMock())
     made._slots = SimpleNamespace(limit=4)
-    made._media = made._adapter = None
+    made._media = made._adapter = made._player = made._episodes = None
     made._mixed, made._version = "", 1
     made._requests = made._pending_tokens = made._syncs = 0
     made._total_paused_s = made._pause_started = 0.0

@@ -12,7 +12,7 @@ from typing import Any
 from async_opd.core.batch import unpack
 from async_opd.core.errors import NotLeased
 from async_opd.core.reports import Captured, Progress, StageReport, StepReport, WrittenFile
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import SCORED
 from async_opd.files.durable import written_file
 from async_opd.media.cache import MediaCache
@@ -33,6 +33,7 @@ class FakeTrainer:
         self.staleness: list[int] = []
         self.metrics = {"loss/total": 1.0}
         self.trained: list[tuple[str, int]] = []
+        self.rollouts: list[Rollout] = []
         self.hang = False
         self.last: StepReport | None = None
         self.lr_factor = 1.0
@@ -48,6 +49,7 @@ class FakeTrainer:
         staleness = tuple(header.staleness(self.version) for header in taken.headers)
         self.staleness += staleness
         self.trained += [(sample.rollout.uid, self.version) for sample in samples]
+        self.rollouts += [sample.rollout for sample in samples]
         self.steps += 1
         self.last = StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
         await self.batcher.done()

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from async_opd.core.samples import Header
+    from async_opd.core.uid import Uid
     from trainer.batches.token_weights import TokenWeighting
 
 SMOOTHED = 10
@@ -134,23 +135,29 @@ class Balancing:
         self._next = self.balance
         self._weights: dict[str, float] = {}
 
-    def factors(self, headers: Sequence[Header]) -> dict[str, float]:
-        """Factors of the planned distillation weights of each teacher's samples.
+    def factors(self, headers: Sequence[Header], oldest: int = 0) -> dict[Uid, float]:
+        """Factors, by uid, of the planned distillation weights of samples; 1 of all others.
 
         It depends on the steps before and on this batch's headers alone. The total of the weights
-        is that of the reduction with these weights of teachers.
+        is that of the reduction with these weights of teachers, over tokens of version ``oldest``
+        and later ones.
         """
         self._next, self._weights = self.balance, {}
-        if not self.weighting.auto:
+        weighting = self.weighting
+        if not (weighting.auto or oldest):
             return {}
-        before = [one.weight for one in self.weighting(headers)[0]]
-        self._next = self.balance.with_masses(masses_of(headers, before))
-        self._weights = self._next.weights()
-        after = replace(self.weighting, teachers=self._weights)(headers)[0]
+        planned = weighting(headers)[0]
+        if weighting.auto:
+            weights = [one.weight for one in weighting(headers, oldest)[0]]
+            self._next = self.balance.with_masses(masses_of(headers, weights, oldest))
+            self._weights = self._next.weights()
+            weighting = replace(weighting, teachers=self._weights)
         return {
-            header.teacher: new.weight / old
-            for header, old, new in zip(headers, before, after, strict=True)
-            if old and header.response_tokens
+            header.uid: new.weight / old.weight
+            for header, old, new in zip(
+                headers, planned, weighting(headers, oldest)[0], strict=True
+            )
+            if old.weight and header.response_tokens and new.weight != old.weight
         }
 
     def trained(self, metrics: Mapping[str, float], fault: str) -> dict[str, float]:
@@ -159,10 +166,12 @@ class Balancing:
         return {f"teacher/{name}/weight": weight for name, weight in self._weights.items()}
 
 
-def masses_of(headers: Sequence[Header], weights: Sequence[float]) -> dict[str, float]:
-    """Each teacher's share of the sum over all response tokens of their ``weights``."""
+def masses_of(
+    headers: Sequence[Header], weights: Sequence[float], oldest: int = 0
+) -> dict[str, float]:
+    """Each teacher's share of the sum of ``weights`` of tokens of version ``oldest`` and later."""
     sums: defaultdict[str, float] = defaultdict(float)
     for header, weight in zip(headers, weights, strict=True):
-        sums[header.teacher] += weight * header.response_tokens
+        sums[header.teacher] += weight * header.tokens_since(oldest)
     total = sum(sums.values())
     return {name: value / total for name, value in sorted(sums.items())} if total else {}

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from async_opd.core.samples import Header, Rollout, Sample
+from async_opd.core.uid import Uid
 from trainer.batches.packing import group_by_budget
 from trainer.batches.token_weights import TokenWeight
 from trainer.vision.images import Images, Samples, of_rollout
@@ -51,8 +52,8 @@ class MicroBatch:
         return sum(sample.nbytes for sample in self.samples) + sum(map(len, self.images.values()))
 
 
-Factors = Mapping[str, float] | None
-"""By teacher, what multiplies its samples' distillation weights; None and teachers without: 1."""
+Factors = Mapping[Uid, float] | None
+"""By uid, what multiplies a sample's distillation weight; None and samples without: 1."""
 
 
 def scaled(micro_batches: Sequence[MicroBatch], factors: Factors) -> Sequence[MicroBatch]:
@@ -61,7 +62,7 @@ def scaled(micro_batches: Sequence[MicroBatch], factors: Factors) -> Sequence[Mi
         return micro_batches
     weights = [
         tuple(
-            replace(weight, weight=weight.weight * factors.get(sample.rollout.prompt.teacher, 1.0))
+            replace(weight, weight=weight.weight * factors.get(sample.rollout.uid, 1.0))
             for sample, weight in zip(one.samples, one.token_weights, strict=True)
         )
         for one in micro_batches

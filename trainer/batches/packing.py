@@ -2,7 +2,8 @@
 
     samples ──first fit, longest first──► groups ──► Packed(input_ids [1, T], rows [N], tokens [N])
 
-Position ids restart with every sample. Given these and no attention mask, transformers keeps packed
+Every sample is a sequence of the row, or several: one for each segment. Position ids restart with
+each. Given these and no attention mask, transformers keeps packed
 samples from attending to each other (a test compares packed logits with each sample's own); kernels
 for ragged rows take ``starts`` and ``longest`` instead (``student/attention.py``).
 """
@@ -19,15 +20,18 @@ import torch
 
 from async_opd.core.arrays import Float32
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import HiddenStates, SampledLogprobs, SupportScores
 from async_opd.core.sequence import indices
+from trainer.batches.batch_metrics import LATER_TURNS, SEPARATE_TURNS, masked_tokens
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.vision.images import RowImages
 
 MIN_REST_MASS = 1e-5
 """Least estimate of the mass outside of a support."""
+Owner = tuple[str, str, str]
+"""Teacher, data source and, of an episode, turn: what response tokens have separate metrics by."""
 
 
 def estimate_log_rest(logprobs: Float32) -> Float32:
@@ -86,14 +90,14 @@ class Packed(Row):
 
     ``rows`` [N] are the positions whose logits predict the response ``tokens``. ``experts``
     [T, layers, k] are those that a mixture's engine chose, and -1 for the last token of a sample,
-    which it did not compute; None if the engine returned none. ``owners`` are the pairs of teacher
-    and data source that ``tokens.owners`` point to.
+    which it did not compute; None if the engine returned none. ``owners`` are those that
+    ``tokens.owners`` point to.
     """
 
     rows: torch.Tensor
     tokens: Tokens
     experts: torch.Tensor | None = None
-    owners: tuple[tuple[str, str], ...] = ()
+    owners: tuple[Owner, ...] = ()
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on another device."""
@@ -156,35 +160,46 @@ def pack(
     samples: Sequence[Sample],
     token_weights: Sequence[TokenWeight] | None = None,
     version: int | None = None,
+    oldest: int = 0,
 ) -> Packed:
     """Concatenates samples; without ``token_weights``, every token weighs 1 and there is no reward.
 
-    Responses that were sampled under ``version`` alone are fresh; for None, no response is.
-    TypeError unless all have the same kind of scores.
+    Responses that were sampled under ``version`` alone are fresh; for None, no response is. Tokens
+    of versions before ``oldest`` are masked. TypeError unless all have the same kind of scores.
     """
     ids, positions, rows = [], [], []
     start = 0
     for sample in samples:
         rollout = sample.rollout
-        ids.append(np.concatenate([rollout.prompt.token_ids, rollout.continuation]))
-        positions.append(np.arange(rollout.tokens))
+        tokens, segments = rollout.token_ids, rollout.segments
+        ids += [tokens[first:last] for first, last in segments]
+        positions += [np.arange(last - first) for first, last in segments]
         rows.append(start + indices(rollout.rows))
         start += rollout.tokens
     refuse_mixed_scores(type(sample.scores).__name__ for sample in samples)
-    tokens = _tokens(samples, token_weights or [TokenWeight()] * len(samples), version)
+    sampled = _tokens(samples, token_weights or [TokenWeight()] * len(samples), version)
+    if oldest:
+        masked = torch.from_numpy(
+            np.concatenate([masked_tokens(sample.rollout, oldest) for sample in samples])
+        )
+        sampled = replace(sampled, weights=sampled.weights.masked_fill(masked, 0.0), masked=masked)
     return Packed(
         **vars(Row.of(ids, positions)),
         rows=_tensor(rows, np.int64),
-        tokens=replace(tokens, **_scores(samples)),
+        tokens=replace(sampled, **_scores(samples)),
         experts=_experts(samples),
-        owners=tuple(_owners(samples)),
+        owners=tuple(dict.fromkeys(owner for s in samples for owner, _ in _owners(s.rollout))),
     )
 
 
-def _owners(samples: Sequence[Sample]) -> dict[tuple[str, str], int]:
-    """The index of each pair of a teacher and a data source, in the order in which they come."""
-    pairs = [(s.rollout.prompt.teacher, s.rollout.prompt.data_source) for s in samples]
-    return {pair: index for index, pair in enumerate(dict.fromkeys(pairs))}
+def _owners(rollout: Rollout) -> list[tuple[Owner, int]]:
+    """The owners of its response tokens, in order, each with a number of them."""
+    pair = rollout.prompt.teacher, rollout.prompt.data_source
+    if rollout.episode is None:
+        return [((*pair, ""), len(rollout.rollout_logprobs))]
+    turns = (str(turn) for turn in range(1, SEPARATE_TURNS + 1))
+    lengths = (end - start for start, end in rollout.positions)
+    return [((*pair, next(turns, LATER_TURNS)), length) for length in lengths]
 
 
 def _experts(samples: Sequence[Sample]) -> torch.Tensor | None:
@@ -202,8 +217,9 @@ def _tokens(
     """The fields of Tokens that do not depend on the scores."""
     rollouts = [sample.rollout for sample in samples]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
-    indices_of = _owners(samples)
-    owners = [indices_of[one.prompt.teacher, one.prompt.data_source] for one in rollouts]
+    owned = [one for rollout in rollouts for one in _owners(rollout)]
+    indices_of = {owner: at for at, owner in enumerate(dict.fromkeys(one for one, _ in owned))}
+    owners = np.asarray([indices_of[owner] for owner, _ in owned], np.int32)
     fresh = [{span.version for span in one.version_spans} == {version} for one in rollouts]
     advantages, reward_weights = None, None
     if all(one.advantage is not None for one in token_weights):
@@ -216,7 +232,7 @@ def _tokens(
         advantages=advantages,
         reward_weights=reward_weights,
         response_starts=torch.from_numpy(np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)),
-        owners=torch.from_numpy(np.repeat(np.asarray(owners, dtype=np.int32), lengths)),
+        owners=torch.from_numpy(np.repeat(owners, [number for _, number in owned])),
         fresh=torch.from_numpy(np.repeat(np.asarray(fresh, dtype=bool), lengths)),
     )
 

@@ -35,14 +35,16 @@ class Plan:
     """A batch, and the micro-batches of each group of ranks that share rows.
 
     ``counted`` are the indices of samples with a weight; ``rewards`` are metrics of the rewards.
-    ``factors`` by teacher multiply the micro-batches' distillation weights (``balance.py``).
+    ``factors`` by uid multiply the micro-batches' distillation weights (``balance.py``); tokens of
+    versions before ``oldest`` have none. Both are known when the batch is taken for a step.
     """
 
     headers: tuple[Header, ...]
     micro_batches: tuple[tuple[PlannedMicroBatch, ...], ...]
     counted: tuple[int, ...]
     rewards: dict[str, float] = field(default_factory=dict)
-    factors: dict[str, float] = field(default_factory=dict)
+    factors: dict[Uid, float] = field(default_factory=dict)
+    oldest: int = 0
 
     @property
     def computed(self) -> list[Header]:

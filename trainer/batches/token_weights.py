@@ -14,6 +14,10 @@ Weights a_s that are all equal change nothing. All denominators are those of the
 that neither micro-batches nor ranks change the result. Empty responses have no tokens and count in
 no denominator.
 
+With ``async.on_stale: mask`` tokens that were sampled under a version below ``oldest`` (the
+trainer's version less ``async.max_version_lag``) weigh 0 in the distillation loss, and R_s are the
+other tokens: responses without any are as empty ones. The reward's loss has all of them.
+
 Advantages are group-relative (GRPO, arXiv:2402.03300): rewards compared within a prompt's group.
 
     A_i = (r_i - mean(r)) / std(r)       ``std``; population standard deviation of the group
@@ -128,7 +132,8 @@ class TokenWeighting:
     reward weighs the samples of all teachers alike. With ``auto`` each step multiplies them by
     factors (``balance.py``). ``mask_truncated`` excludes truncated responses
     from the distillation loss, ``mask_truncated_rewards`` from the reward's: their tokens weigh 0,
-    and they count in no denominator and in no group.
+    and they count in no denominator and in no group. ``max_lag`` is the bound of a token's age in
+    the distillation loss, in versions.
     """
 
     weight: float = 1.0
@@ -140,6 +145,7 @@ class TokenWeighting:
     auto: bool = False
     mask_truncated: bool = False
     mask_truncated_rewards: bool = False
+    max_lag: int | None = None
 
     @classmethod
     def of(
@@ -148,24 +154,49 @@ class TokenWeighting:
         reward: RewardConfig | None,
         max_tokens: int,
         teachers: Mapping[str, float | Literal["auto"]] | None = None,
+        max_lag: int | None = None,
     ) -> TokenWeighting:
-        """From the config; ``max_tokens`` is ``rollout.max_tokens``, ``teachers`` are weights."""
+        """From the config; ``max_tokens`` is ``response_tokens``, ``teachers`` are weights."""
         given = teachers or {}
         fixed = {name: one for name, one in given.items() if one != "auto"}
-        made = cls(loss.weight, loss.reduction, max_tokens, teachers=fixed)
+        made = cls(loss.weight, loss.reduction, max_tokens, teachers=fixed, max_lag=max_lag)
         made = replace(made, auto=len(fixed) < len(given), mask_truncated=loss.mask_truncated)
         if reward is None:
             return made
         made = replace(made, reward_weight=reward.weight, normalize=reward.normalize)
         return replace(made, mask_truncated_rewards=reward.mask_truncated)
 
-    def __call__(self, headers: Sequence[Header]) -> tuple[list[TokenWeight], dict[str, float]]:
+    def oldest(self, version: int) -> int:
+        """The oldest version whose tokens the distillation loss trains, at the trainer's one."""
+        return 0 if self.max_lag is None else max(version - self.max_lag, 0)
+
+    def masked(self, headers: Sequence[Header], oldest: int) -> dict[str, float]:
+        """Metrics: shares of the batch's response tokens that are older than this version.
+
+        With a reward also the share that its loss trains all the same. None without ``max_lag``.
+        """
+        if self.max_lag is None:
+            return {}
+        tokens = sum(header.response_tokens for header in headers) or 1
+        old = [header.response_tokens - header.tokens_since(oldest) for header in headers]
+        metrics = {"staleness/masked_tokens": sum(old) / tokens}
+        if self.reward_weight is not None:
+            counts = _counted(headers, self.mask_truncated_rewards)
+            rewarded = sum(count * one for count, one in zip(counts, old, strict=True))
+            metrics["staleness/reward_tokens"] = rewarded / tokens
+        return metrics
+
+    def __call__(
+        self, headers: Sequence[Header], oldest: int = 0
+    ) -> tuple[list[TokenWeight], dict[str, float]]:
         """The token weights of each sample of a whole batch, and metrics of its rewards.
 
-        The batch must hold whole groups. With a reward, StageError for a sample without one.
+        Those in the distillation loss are of tokens of version ``oldest`` and later ones: no older
+        token is in a denominator. The batch must hold whole groups. With a reward, StageError for a
+        sample without one.
         """
         own = [self.teachers.get(header.teacher, 1.0) for header in headers]
-        distilled = self._weights(headers, self.mask_truncated, own)
+        distilled = self._weights(headers, self.mask_truncated, own, oldest)
         if self.reward_weight is None or not headers:
             return [TokenWeight(self.weight * weight) for weight in distilled], {}
         rewarded = self._weights(headers, self.mask_truncated_rewards)
@@ -187,13 +218,22 @@ class TokenWeighting:
         }
 
     def _weights(
-        self, headers: Sequence[Header], masked: bool, own: Sequence[float] | None = None
+        self,
+        headers: Sequence[Header],
+        masked: bool,
+        own: Sequence[float] | None = None,
+        oldest: int = 0,
     ) -> list[float]:
         """The weight of each sample's tokens; ``masked``: of truncated ones 0, as if empty."""
-        counts = [not (masked and _is_truncated(header)) for header in headers]
-        lengths = [h.response_tokens * one for h, one in zip(headers, counts, strict=True)]
+        counts = _counted(headers, masked)
+        lengths = [h.tokens_since(oldest) * one for h, one in zip(headers, counts, strict=True)]
         weights = token_weights(lengths, self.reduction, self.max_tokens, own)
         return [weight * one for weight, one in zip(weights, counts, strict=True)]
+
+
+def _counted(headers: Sequence[Header], masked: bool) -> list[bool]:
+    """Which samples count; ``masked``: truncated ones do not."""
+    return [not (masked and _is_truncated(header)) for header in headers]
 
 
 def _is_truncated(header: Header) -> bool:

@@ -123,9 +123,10 @@ class Tokens:
     (``responses.py``). Where several ranks share a micro-batch, ``of`` is the number of its tokens
     on all of them, and ``response_starts`` counts in these. ``owners`` int32 [N] are indices in
     ``Packed.owners``, for metrics. ``fresh`` bool [N]: the whole response was sampled under the
-    weights that are trained (``losses.mismatch``). ``recorded`` where rows are recorded
-    (``trainer.recording``). Of the teacher: ``teacher_logprobs``
-    [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
+    weights that are trained (``losses.mismatch``). ``masked`` bool [N]: the token is too old for
+    the distillation loss, where it weighs 0, and for its means; None if there is no bound.
+    ``recorded`` where rows are recorded (``trainer.recording``). Of the teacher:
+    ``teacher_logprobs`` [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
     ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N], the logarithm of the mass
     outside of it; or ``teacher_states``, which cover all rows in order.
     """
@@ -144,6 +145,7 @@ class Tokens:
     response_log_ratios: torch.Tensor | None = None
     owners: torch.Tensor | None = None
     fresh: torch.Tensor | None = None
+    masked: torch.Tensor | None = None
     of: int | None = None
     recorded: Recorded | None = None
 

@@ -27,6 +27,8 @@ from trainer.recording.rows import STUDENT, TEACHER
 
 LOG_RATIO = "log_ratio"
 """Name of log q - log mu of each token in nats, at the rollouts' temperature."""
+MASKED = "masked"
+"""Name of which tokens are masked."""
 MAX_LOG_RATIO = 80.0
 """Largest log-ratio, in nats: float32 overflows at exp(88), and no metric may be infinite."""
 
@@ -80,6 +82,8 @@ class Objective:
             LOG_RATIO: log_ratio,
             **opened.metrics,
         }
+        if tokens.masked is not None:
+            metrics[MASKED] = tokens.masked
         cap = self.importance_cap
         if cap is not None:
             weight = ratio

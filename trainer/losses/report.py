@@ -25,6 +25,9 @@ tokens' gradients only the share of each teacher is a metric:
     teacher/<name>/gradient_share      Σ ‖∂loss/∂h_t‖ over its tokens, by that over all tokens
 
 where h_t are the student's output states, from which the head computes the logits of token t.
+
+Masked tokens (``async.on_stale: mask``) are in no mean, as the distillation loss does not train
+them, and those of the reward (``OF_REWARD``) are over all tokens where there is one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from trainer.losses.objective import LOG_RATIO
+from trainer.losses.objective import LOG_RATIO, MASKED
 from trainer.losses.terms import Metrics as Metrics
 from trainer.recording.rows import STUDENT, TEACHER, TOP
 
@@ -42,9 +45,10 @@ GRADIENT = "gradient"
 """Norm of each token's part of the loss's gradient by the student's output states [H]."""
 LARGEST, SQUARES = "importance largest", "importance squared"
 """Names of the largest importance ratio and of the sum of their squares."""
-OF, OF_SOURCE, MEASURED = "of teachers: ", "of sources: ", "measured "
-"""Before the names of sums over the tokens of a teacher or a data source, and of the number of
-tokens in a sparse sum."""
+OF, OF_SOURCE, OF_TURN = "of teachers: ", "of sources: ", "of turns: "
+MEASURED = "measured "
+"""Before the names of sums over the tokens of a teacher, a data source or a turn of episodes, and
+of the number of tokens in a sparse sum."""
 OF_TEACHERS = {
     "distillation": "loss",
     "k1": "gap",
@@ -57,9 +61,16 @@ OF_TEACHERS = {
 }
 """Values of tokens whose mean over the tokens of each teacher is a metric, and its name."""
 OF_SOURCES = {"distillation": "loss"}
-"""The same of each data source."""
-UNLOGGED = frozenset({STUDENT, TEACHER, LOG_RATIO, *TOP})
+OF_TURNS = {"distillation": "loss", "k1": "gap"}
+"""The same of each data source, and of each turn of episodes."""
+OF_REWARD = ("surrogate", "clipped", "dual_clipped", "importance", "rollout_gap")
+"""Values of tokens whose mean is over all of them where a reward trains these."""
+REWARDED = "tokens of the reward"
+"""Name of the number of tokens of these means, where it is another than that of all others."""
+UNLOGGED = frozenset({STUDENT, TEACHER, LOG_RATIO, MASKED, *TOP})
 """Values of tokens that are for records and ``losses.mismatch`` only."""
+OF_IMPORTANCE = {"truncated": "importance/truncated", "importance_weight": "importance/weight"}
+"""Means of values of tokens that are not under ``loss/``."""
 SPARSE = "topk_overlap"
 """The value that some tokens have only, and that is NaN for all others."""
 
@@ -73,21 +84,31 @@ def concat_metrics(reports: Sequence[Metrics]) -> Metrics:
 
 
 def token_sums(
-    values: Metrics, owners: torch.Tensor | None = None, names: Sequence[tuple[str, str]] = ()
+    values: Metrics, owners: torch.Tensor | None = None, names: Sequence[tuple[str, str, str]] = ()
 ) -> Metrics:
     """Sums in float64 of a part's values, by name; ``tokens`` is their number.
 
     Of the importance ratios also the ``LARGEST`` and the squares' sum. ``owners`` [N] are each
-    value's index in ``names``, the pairs of teacher and data source, which have separate metrics.
+    value's index in ``names``: teacher, data source and turn ('' without episodes), which have
+    separate metrics.
     """
     found = {name: value.double() for name, value in values.items() if name not in UNLOGGED}
+    counts = torch.ones_like(found["importance"])
+    number, masked = {"tokens": counts.sum()}, values.get(MASKED)
+    if masked is not None:
+        whole = OF_REWARD if "surrogate" in values else ()
+        number |= {REWARDED: number["tokens"]} if whole else {}
+        for name in found.keys() - {"total", GRADIENT, *whole}:
+            found[name] = found[name].masked_fill(masked, math.nan if name == SPARSE else 0.0)
+        counts = counts.masked_fill(masked, 0.0)
+        number["tokens"] = counts.sum()
     ratio = found["importance"]
-    sums = {} if owners is None else _of_owners(found, owners, names)
+    sums = {} if owners is None else _of_owners(found | {"tokens": counts}, owners, names)
     for name in ("agreement", GRADIENT):
         found.pop(name, None)
     parts = [part for name in found for part in _measured(name, found[name])]
     sums |= {name: value.sum() for name, value in parts}
-    sums |= {"tokens": ratio.new_full((), len(ratio)), SQUARES: ratio.square().sum()}
+    sums |= {**number, SQUARES: ratio.square().sum()}
     if len(ratio):
         sums[LARGEST] = ratio.max()
     return sums
@@ -127,25 +148,27 @@ def step_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics by name from the sums of all ranks; of no tokens, only a ``loss/total`` of 0."""
     found = _added(item for part in parts for item in part.items())
     tokens = found.pop("tokens", 0.0)
-    if not tokens:
+    rewarded = found.pop(REWARDED, tokens)
+    if not rewarded:
         return {"loss/total": 0.0}
     ratio, squares, largest = (found.pop(name) for name in ("importance", SQUARES, LARGEST))
-    teachers, sources = (
+    teachers, sources, turns = (
         {name.removeprefix(of): found.pop(name) for name in list(found) if name.startswith(of)}
-        for of in (OF, OF_SOURCE)
+        for of in (OF, OF_SOURCE, OF_TURN)
     )
     scalars = {"loss/total": found.pop("total")}
     scalars |= _by_owner("teacher", OF_TEACHERS, teachers)
     scalars |= _by_owner("source", OF_SOURCES, sources)
+    scalars |= _by_owner("turn", OF_TURNS, turns)
     measured, overlap = found.pop(MEASURED + SPARSE, 0.0), found.pop(SPARSE, 0.0)
     if measured:
         scalars[f"loss/{SPARSE}"] = overlap / measured
-    for name, key in (("truncated", "truncated"), ("importance_weight", "weight")):
-        if name in found:
-            scalars[f"importance/{key}"] = found.pop(name) / tokens
-    scalars |= {f"loss/{name}": value / tokens for name, value in found.items()}
-    scalars |= {"importance/mean": ratio / tokens, "importance/max": largest}
-    scalars["importance/ess"] = ratio * ratio / (tokens * squares) if squares else math.nan
+    for name, value in found.items():
+        key = OF_IMPORTANCE.get(name, f"loss/{name}")
+        if number := rewarded if name in OF_REWARD else tokens:
+            scalars[key] = value / number
+    scalars |= {"importance/mean": ratio / rewarded, "importance/max": largest}
+    scalars["importance/ess"] = ratio * ratio / (rewarded * squares) if squares else math.nan
     return scalars
 
 
@@ -159,20 +182,24 @@ def not_finite(means: Mapping[str, float], norm: float) -> str:
     return seen + (f", not a number: {', '.join(broken)}" if broken else "")
 
 
-def _of_owners(found: Metrics, owners: torch.Tensor, names: Sequence[tuple[str, str]]) -> Metrics:
-    """Sums over the tokens of each teacher and each source: ``OF``, the value's name and theirs."""
+def _of_owners(
+    found: Metrics, owners: torch.Tensor, names: Sequence[tuple[str, str, str]]
+) -> Metrics:
+    """Sums over the tokens of each teacher, source and turn: ``OF``, the value's name, theirs."""
     own = [name for name in (*OF_TEACHERS, GRADIENT) if name in found]
     parts = [part for name in own for part in _measured(name, found[name])]
-    every = {"tokens": torch.ones_like(found["importance"]), **dict(parts)}
+    every = {"tokens": found["tokens"], **dict(parts)}
     values = torch.stack(list(every.values()))
     sums: Metrics = {}
-    for index, (teacher, source) in enumerate(names):
+    for index, (teacher, source, turn) in enumerate(names):
         # Not index_add: CUDA adds with atomics there, in another order each time.
         sums_of_owner = torch.where(owners == index, values, 0.0).sum(1)
         for name, value in zip(every, sums_of_owner.unbind(), strict=True):
             keys = [f"{OF}{name}/{teacher}"]
             if name == "tokens" or name in OF_SOURCES:
                 keys.append(f"{OF_SOURCE}{name}/{source}")
+            if turn and (name == "tokens" or name in OF_TURNS):
+                keys.append(f"{OF_TURN}{name}/{turn}")
             for key in keys:
                 sums[key] = sums[key] + value if key in sums else value
     return sums

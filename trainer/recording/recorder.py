@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.microscope import (
     CLAMPS,
     IDS,
     MICROSCOPE,
     Column,
+    RecordedTurn,
     RecordWriter,
     SampleRecord,
     is_recorded,
@@ -55,6 +56,8 @@ VALUES = (
     "teacher_entropy",
 )
 """Values of tokens that the objective gives and that become columns of the same name."""
+CONTEXT_TOKENS = 512
+"""Of the context before a turn of an episode that a record has as text, the last ones."""
 FLUSH_S = 30.0
 """Seconds that the end of a run, or a step that failed, waits for records to be written."""
 
@@ -211,11 +214,28 @@ class Recorder:
         columns = [one[name] for one in samples for name in IDS if name in one.columns]
         seen = np.unique(np.concatenate([column.reshape(-1) for column in columns])).tolist()
         texts = {token: spelling.token(token) for token in seen}
-        prompts = [part.sample.rollout.prompt.token_ids for one in taken for part in one.parts]
+        rollouts = [part.sample.rollout for one in taken for part in one.parts]
         return [
-            replace(one, texts=texts, prompt=spelling.decode(prompt.tolist()))
-            for one, prompt in zip(samples, prompts, strict=True)
+            replace(
+                one,
+                texts=texts,
+                prompt=spelling.decode(rollout.prompt.token_ids.tolist()),
+                turns=_turns(rollout, spelling),
+            )
+            for one, rollout in zip(samples, rollouts, strict=True)
         ]
+
+
+def _turns(rollout: Rollout, spelling: Speller) -> tuple[RecordedTurn, ...]:
+    """The turns of an episode; none without an environment."""
+    made: list[RecordedTurn] = []
+    tokens, last, sampled = rollout.token_ids, len(rollout.prompt.token_ids), 0
+    for start, end in rollout.positions if rollout.episode else ():
+        begun = [first for first, _ in rollout.segments if first < start]
+        context = tokens[max(last, begun[-1], start - CONTEXT_TOKENS) : start]
+        made.append(RecordedTurn(sampled, len(begun) - 1, spelling.decode(context.tolist())))
+        last, sampled = end, sampled + end - start
+    return tuple(made)
 
 
 def _begun(taken: Sequence[_Taken]) -> int:
@@ -252,7 +272,7 @@ def _sample(
     flags = {name: values.pop(name) != 0 for name in CLAMPS if name in values}
     if isinstance(part.sample.scores, SampledLogprobs):
         flags["floored"] = values[TEACHER] > part.sample.scores.logprobs[own]
-    flags["masked"] = np.full(len(part), weight.weight == 0)
+    flags["masked"] = flags.get("masked", False) | np.full(len(part), weight.weight == 0)
     clamps = sum(CLAMPS[name] * flag.astype(np.uint8) for name, flag in flags.items())
     ids = {name: values.pop(name).astype(np.int32) for name in IDS if name in values}
     columns: dict[str, Column] = {

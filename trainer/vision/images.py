@@ -171,11 +171,23 @@ class Sight:
         return torch.cat(parts, dim=-1)
 
     def _of_sequence(self, rollout: Rollout, grids: torch.Tensor) -> torch.Tensor:
-        """Of one sequence, [3, 1, T]."""
+        """Of one sequence, [3, 1, T]: those of each segment, by its own images."""
         ids = torch.from_numpy(rollout.token_ids.astype(np.int64))[None]
+        config, parts, shown = self._decoder.config, [], 0
+        kinds = (ids == config.image_token_id).int()
+        tokens = grids.prod(-1).cumsum(0) // config.vision_config.spatial_merge_size**2
+        for start, end in rollout.segments:
+            own, before = slice(start, end), int(kinds[0, :end].sum())
+            images = slice(shown, int((tokens <= before).sum()) if end < rollout.tokens else None)
+            parts.append(self._of_segment(rollout, ids[:, own], kinds[:, own], grids[images]))
+            shown = images.stop
+        return torch.cat(parts, dim=-1)
+
+    def _of_segment(
+        self, rollout: Rollout, ids: torch.Tensor, kinds: torch.Tensor, grids: torch.Tensor
+    ) -> torch.Tensor:
         if not len(grids):
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
-        kinds = (ids == self._decoder.config.image_token_id).int()
         try:
             found: torch.Tensor = self._decoder.get_rope_index(
                 ids, mm_token_type_ids=kinds, image_grid_thw=grids

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from async_opd.config.sections.section import Count, Section
+
+VARIABLE = re.compile(r"[A-Za-z_]\w*")
+OWNED = re.compile(
+    r"(RAY|ASYNC_OPD)_\w*|PYTHONSAFEPATH|CUDA_VISIBLE_DEVICES"
+    r"|VLLM_(ENABLE_V1_MULTIPROCESSING|WORKER_MULTIPROC_METHOD)"
+)
+"""Variables that keep a run's processes working, and safe: no config sets them."""
+OF_INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+
+
+MARK = re.compile(r"[\w.:/-]{1,200}")
+"""A label's name or value, or a resource's name: Ray reads other characters as operators."""
 
 
 class QueueConfig(Section):
@@ -52,11 +65,31 @@ class ClusterConfig(Section):
     or an autoscaler starts them for the GPUs that the run asks for. By default a cluster that has
     too few GPUs is refused at once, and none is asked for while others use them."""
 
+    env: dict[str, str] = Field(default={})
+    """Environment variables of all actors of the run, in place of their node's and of those that
+    the run sets. Ray shows them to all users of the cluster: secrets are refused."""
+    runtime_env: dict[str, Any] = Field(default={})
+    """Ray's runtime environment of the run, which goes to Ray as it is: ``working_dir``,
+    ``py_modules``, ``pip`` … bring code of yours to all nodes. Variables are in ``cluster.env``."""
+
+    labels: dict[str, dict[str, str]] = Field(default={})
+    """Labels of Ray that a node must have for the processes of a pool: ``{rollout: {market: spot},
+    teachers.math: {ray.io/accelerator-type: H100}}``. The pools are ``rollout``, ``eval``,
+    ``teachers.NAME`` and ``train``; queue, scorer and rollouter are on the node of ``train``."""
+    resources: dict[str, list[str]] = Field(default={})
+    """Custom resources of Ray that a node must have for the processes of a pool, as ``ray start
+    --resources`` names them: ``{train: [reliable]}``. A process takes 0.001 of each."""
+
     @property
     def joins(self) -> str | None:
         """The cluster to join: of ``address``, else of RAY_ADDRESS; None for a local one."""
         found = self.address or os.environ.get("RAY_ADDRESS") or "local"
         return None if found == "local" else found
+
+    def needs(self, pool: str) -> frozenset[str]:
+        """All that a node must have for the processes of a pool: ``NAME=VALUE`` is a label."""
+        labels = (f"{name}={value}" for name, value in self.labels.get(pool, {}).items())
+        return frozenset((*labels, *self.resources.get(pool, ())))
 
     @property
     def port_range(self) -> range | None:
@@ -78,6 +111,38 @@ class ClusterConfig(Section):
             raise ValueError("host:port of Ray's head, on a node of it, or use ray job submit")
         return value
 
+    @field_validator("env", mode="before")
+    @classmethod
+    def _has_texts(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: str(v) if type(v) in (int, float) else v for k, v in value.items()}
+
+    @field_validator("env")
+    @classmethod
+    def _leaves_ours(cls, value: dict[str, str]) -> dict[str, str]:
+        if wrong := sorted(name for name in value if not VARIABLE.fullmatch(name)):
+            raise ValueError(f"names of environment variables; {wrong[0]!r} is not one")
+        if owned := sorted(name for name in value if OWNED.fullmatch(name)):
+            raise ValueError(f"no {owned[0]} here: the run sets it")
+        return value
+
+    @field_validator("labels", "resources")
+    @classmethod
+    def _has_marks(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for named in value.values():
+            texts = [*named, *named.values()] if isinstance(named, dict) else named
+            if wrong := [text for text in texts if not MARK.fullmatch(text)]:
+                raise ValueError(f"a label or resource of letters, digits and _.:/-: {wrong[0]!r}")
+        return value
+
+    @field_validator("runtime_env")
+    @classmethod
+    def _has_no_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "env_vars" in value:
+            raise ValueError("no env_vars here: cluster.env has the variables of all actors")
+        return value
+
     @field_validator("ports")
     @classmethod
     def _are_ports(cls, value: str | None) -> str | None:
@@ -88,10 +153,20 @@ class ClusterConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _interface_is_of_a_cluster(self) -> Self:
+    def _is_of_a_cluster(self) -> Self:
+        if self.address is None and (self.labels or self.resources):
+            key = "labels" if self.labels else "resources"
+            raise ValueError(
+                f"'{key}' with 'address' only (auto joins the cluster of RAY_ADDRESS): a local run "
+                "has one node"
+            )
         if self.interface is not None and self.address is None:
             raise ValueError(
                 "'interface' with 'address' only (auto joins the cluster of RAY_ADDRESS): a local "
                 "run uses the loopback"
             )
+        named = sorted(OF_INTERFACES & self.env.keys())
+        if named and (self.interface is not None or self.address is None):
+            why = "'interface' sets it" if self.interface else "a local run uses the loopback"
+            raise ValueError(f"no {named[0]} in 'env': {why}")
         return self

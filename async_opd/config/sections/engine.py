@@ -11,6 +11,11 @@ from pydantic import Field, field_validator, model_validator
 from async_opd.config.precision import SCHEMES, CacheDtype, Quantization, Scheme
 from async_opd.config.sections.section import Count, Section
 
+SPANS = (
+    "a teacher that is larger than a node is of kind: endpoint, since its server may be on several "
+    "(docs/cluster.md)"
+)
+
 
 class EngineConfig(Section):
     """Settings of one vLLM engine, the same for every replica of a pool."""
@@ -48,6 +53,13 @@ class EngineConfig(Section):
     """Further arguments of ``vllm.AsyncEngineArgs``, passed on unchanged. The model, the format of
     its weights and trust in its code cannot be set here."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_on_one_node(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "pipeline_parallel" in value:
+            raise ValueError(f"no 'pipeline_parallel': an engine is on one node; {SPANS}")
+        return value
+
     @field_validator("extra")
     @classmethod
     def _sets_nothing_that_other_keys_set(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +82,7 @@ class EngineConfig(Section):
         if moved := sorted(PLACED & names):
             raise ValueError(
                 f"no {moved[0]} here: it changes the GPUs or the executor of an engine, which the "
-                "run places and plans by its section's tensor_parallel and replicas"
+                f"run places and plans by its section's tensor_parallel and replicas; {SPANS}"
             )
         if fixed := sorted(FIXED & names):
             raise ValueError(f"no {fixed[0]} here: scores and weight syncs need the run's own")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -58,15 +58,6 @@ class EvalConfig(Section):
     def _one_period(cls, given: Any) -> Any:
         return steps_or_versions(given)
 
-    @model_validator(mode="after")
-    def _answers_differ(self) -> Self:
-        if self.n > 1 and not self.temperature:
-            raise ValueError(
-                f"n is {self.n}, but with temperature 0 all answers to a prompt are the same: "
-                "raise temperature, or set n to 1"
-            )
-        return self
-
     @property
     def samples_total_mib(self) -> float:
         """Maximum size of all files in ``evals``."""
@@ -89,7 +80,8 @@ class GradingConfig(Section):
     pass_env: list[Name] = Field(default=[])
     """Further environment variables that graders get, such as the URL and the key of a judge. By
     themselves graders inherit only variables of a list, which hold no secret: paths, languages,
-    numbers of threads, devices and caches (``INHERITED`` in ``grading/grader_pool.py``)."""
+    numbers of threads, devices and caches (``INHERITED`` in
+    ``processes/user_process.py``)."""
     allow_eval: bool = False
     """Allows reasoning-gym tasks whose verifiers evaluate responses as Python (puzzle24, countdown,
     n_queens and others, see ``grading/graders.py``): a response can then run code as the user.

@@ -28,7 +28,7 @@ class ObjectiveConfig(Section):
     """The loss of a batch: ``token_mean`` (sum over tokens / response tokens of the batch),
     ``seq_mean_token_mean`` (mean over samples of each one's token mean), ``seq_mean_token_sum``
     (mean over samples of each one's sum), ``seq_mean_token_sum_norm`` (that, divided by
-    ``rollout.max_tokens``)."""
+    ``rollout.max_tokens``; of episodes times ``environment.max_turns``)."""
     importance: Literal["auto", "off", "truncated", "sequence"] = "auto"
     """``truncated`` weights each token by min(q/mu, ``importance_cap``), q the student now and mu
     the one that sampled it; ``sequence`` weights all tokens of a response alike, by the product of

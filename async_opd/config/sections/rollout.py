@@ -40,6 +40,10 @@ class RolloutConfig(Section):
     """Rollouts in flight on each replica. ``auto`` follows the load of its engine (waiting
     requests, preemptions, KV cache). In both cases at most a sixteenth (and at least one) more
     than ``engine.max_num_seqs``."""
+    turn_cache: Literal["version", "episode"] = "version"
+    """Keys and values that the later turns of an episode read: computed again under each new weight
+    version (``version``), or those from before a sync too (``episode``), which saves the prefill of
+    the whole context, as one long request would; importance weights then correct for more."""
     placement: Literal["dedicated", "colocated"] = "dedicated"
     """``dedicated``: on separate GPUs. ``colocated``: on the trainer's GPUs, alternating with
     it: when a batch is scored the engines finish their responses and sleep, the trainer takes its

@@ -259,8 +259,20 @@ class AsyncConfig(Section):
     max_version_lag: int | None = Field(default=None, ge=0)
     """Hard bound of a sample's staleness when it is trained, counted from its oldest token. By
     default none: admission bounds the number of stale samples, not the staleness of one."""
-    on_stale: Literal["requeue", "train"] = "requeue"
-    """A sample beyond ``max_version_lag`` is sampled again, or trained and counted."""
+    on_stale: Literal["requeue", "mask", "train"] = "requeue"
+    """A sample beyond ``max_version_lag`` is sampled again (``requeue``); or it is trained, without
+    its tokens beyond the bound in the distillation loss (``mask``), or as it is and counted
+    (``train``). A reward's loss trains whole responses."""
+
+    @model_validator(mode="after")
+    def _a_mask_has_a_bound(self) -> Self:
+        if self.on_stale == "mask" and self.max_version_lag is None:
+            raise ValueError("'on_stale' mask needs 'max_version_lag', the bound of a token's age")
+        return self
+
+    def lag_to(self, act: Literal["requeue", "mask"]) -> int | None:
+        """The bound beyond which samples are sampled again, or tokens masked; None: none are."""
+        return self.max_version_lag if self.on_stale == act else None
 
 
 class SyncConfig(Section):

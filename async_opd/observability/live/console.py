@@ -277,6 +277,6 @@ def next_commands(summary: Summary, given: bool = False) -> list[str]:
     evaluated = not given and any(key.startswith("eval/") for key in summary.metrics)
     return [
         f"async_opd report {folder}",
-        *([f"async_opd eval {config} {folder} eval.n=4"] if evaluated else []),
+        *([f"async_opd eval {config} {folder} eval.n=4 eval.temperature=0.7"] if evaluated else []),
         f"async_opd export {folder} {shlex.quote(f'{run_dir.name}-student')}",
     ]

@@ -122,5 +122,6 @@ def _summary(found: Examination) -> str:
     """Whether the run could work, with the number of errors and warnings."""
     has = [one.status for one in found.findings]
     could = "could work" if found.works else "could not work"
-    counted = f"{has.count('error')} errors, {has.count('warning')} warnings"
+    counts = {name: has.count(name) for name in ("error", "warning")}
+    counted = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())
     return f"\na run {could} here: {counted}"

@@ -115,8 +115,10 @@ def _builds(installed: Installed) -> Iterator[Finding]:
     if "torchvision" in others:
         others.remove("torchvision")
         has = f"torchvision {installed('torchvision')}"
-        message = f"{has}, whose operators do not compute {beside}; processors of images need none"
-        yield Finding(TOPIC, "ok", message)
+        message = f"{has}, whose operators do not compute {beside}: runs need none, but scripts of "
+        message += "yours that load a model by transformers fail (torchvision::nms does not exist)"
+        remedy = "pip uninstall -y torchvision, unless runs have images; or as docs/vision.md says"
+        yield Finding(TOPIC, "warning", message, remedy)
     if others:
         message = f"{', '.join(others)} cannot be imported {beside}"
         remedy = f"pip uninstall -y {' '.join(others)}: models of text and images need none of them"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +171,24 @@ def _init(given: argparse.Namespace) -> int:
     draft = Draft(given.student, given.teacher, given.data, given.eval)
     if sys.stdin.isatty() and sys.stdout.isatty():
         draft.ask(_asked)
-    text, notes = checked_text(draft, target, given.overrides)
+    try:
+        text, notes = checked_text(draft, target, given.overrides)
+    except ConfigError as error:
+        problems = [replace(one, remedy=_as_options(one.remedy)) for one in error.problems]
+        words = [str(target), *draft.words()] + [f"--set={one}" for one in given.overrides]
+        again = f"the command, to which the remedies add: async_opd init {shlex.join(words)}"
+        raise ConfigError(problems, again) from error
     write_atomically(target, text)
     for note in notes:
         print(indented(given.redacted(f"note: {note}")))
     print(on_one_line(f"wrote {target}; next: async_opd doctor {target}, async_opd run {target}"))
     return OK
+
+
+def _as_options(remedy: str) -> str:
+    """A remedy in terms of a config, in those of the command."""
+    remedy = remedy.replace("data.train: {path: …, data_source: NAME}", "--data NAME=PATH")
+    return re.sub(r"\bset ([a-z_.]+): (\w+)", r"add --set \1=\2", remedy)
 
 
 def checked_text(draft: Any, target: Path, overrides: list[str]) -> tuple[str, list[str]]:

@@ -48,6 +48,13 @@ class Draft:
             self.train = _several(ask, f"Training prompts ({form})")
             self.eval = self.eval or _several(ask, "Evaluation prompts, with answers (the same)")
 
+    def words(self) -> list[str]:
+        """The arguments as words of a command line."""
+        student = [] if self.student is None else [self.student]
+        given = {"student": student, "teacher": self.teachers}
+        given |= {"data": self.train, "eval": self.eval}
+        return [f"--{flag}={one}" for flag, values in given.items() for one in values]
+
     def tree(self, name: str, folder: Path) -> dict[str, Any]:
         """The keys of a config of this name in ``folder``. ConfigError with all that is missing."""
         given = {"student": self.student, "teacher": self.teachers, "data": self.train}

@@ -133,10 +133,14 @@ class View:
                 f"prompt   {one.prompt}",
             ]
         )
-        text = Text("response ")
-        for token, shade in zip(one["token"], levels(one, self.by), strict=True):
-            text.append(on_one_line(one.text(token)), RED[shade] if shade >= 0 else BLUE[-shade])
-        self.terminal.print(text)
+        shades = levels(one, self.by)
+        for title, rows in one.by_turn():
+            self.lines([title] if title else [])
+            text = Text("response ")
+            for row in rows:
+                style = RED[shades[row]] if shades[row] >= 0 else BLUE[-shades[row]]
+                text.append(on_one_line(one.text(one["token"][row])), style)
+            self.terminal.print(text)
         self._tokens(one)
 
     def _image(self, image: Media) -> str:

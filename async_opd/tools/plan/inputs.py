@@ -53,9 +53,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         ranks=config.train.ranks,
         on_sync=config.async_.on_sync,
         rolling=config.sync.rolling,
-        max_version_lag=(
-            config.async_.max_version_lag if config.async_.on_stale == "requeue" else None
-        ),
+        max_version_lag=config.async_.lag_to("requeue"),
         whole_groups=config.reward is not None,
         queue_samples=config.queue.max_samples,
         evaluation_every=_evaluation_every(config),
@@ -96,8 +94,8 @@ def required_plan(config: RunConfig, where: str) -> PlanConfig:
     """The config's ``plan`` section. Raises ConfigError if there is none."""
     if config.plan is None:
         remedy = (
-            "give a run directory instead of a config, or add the section that "
-            "async_opd plan RUN_DIR prints for a run on the same hardware"
+            "async_opd plan RUN_DIR takes them from a run that has made some steps on the same "
+            "hardware, and prints them as this section"
         )
         message = "is missing: a prediction needs the speeds of the engines and the trainer"
         raise ConfigError([Problem(where, "plan", message, remedy)])

@@ -290,8 +290,9 @@ class RecordedSteps:
             raise ConfigError([Problem(where, "", message, "let the run make more steps")])
         reported = sum("rollout/busy_s" in row.values for row in self._steps)
         if 0 < reported < MIN_STEPS:
-            message = f"{reported} of its steps after the warm-up have pools' metrics"
-            remedy = f"let it make more steps, or set log.pools_every_s=0: {MIN_STEPS} are needed"
+            message = f"gave the pools' metrics at {reported} steps after the warm-up, expected "
+            message += str(MIN_STEPS)
+            remedy = "let the run make more steps, or set log.pools_every_s=0 in the next one"
             raise ConfigError([Problem(where, "log.pools_every_s", message, remedy)])
         teachers = (
             f"teacher/{name}/{key}" for name in self._config.teachers for key in PER_TEACHER

@@ -15,6 +15,7 @@ import numpy as np
 
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.user_code import GRADERS, names_user_code
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row
@@ -57,7 +58,8 @@ def asked_sources(
     every = config.eval.model_copy(update={"max_prompts": None})
     whole = config.model_copy(update={"eval": every})
     trained, evaluated = (_by_source(part) for part in (inputs.checked, inputs.eval))
-    others = _other_readers(config, text)
+    played = config.environment is not None  # episodes read no prompt that was rendered before
+    others = {} if played else _other_readers(config, text)
     for source, rows in sorted(trained.items()):
         teacher = config.teacher_of(source)
         graded = _can_be_graded(config, rows)
@@ -87,8 +89,9 @@ def _by_source(parts: Sequence[Sequence[Row]]) -> dict[str, list[Row]]:
 
 
 def _can_be_graded(config: RunConfig, rows: Sequence[Row]) -> bool:
-    """Whether some row has an answer or a verifier; a user's grader may need neither."""
-    if rows and names_user_code(config.eval.grader, GRADERS):
+    """Whether some row has an answer or a verifier; a user's code may need neither."""
+    grader = config.eval.grader
+    if rows and (grader == ENVIRONMENT or names_user_code(grader, GRADERS)):
         return True
     return any(row.answer is not None or has_verifier(row) for row in rows)
 

@@ -119,6 +119,8 @@ def _figures(pair: PairFigures) -> Iterator[tuple[str, str]]:
     if pair.own_start is not None and pair.own_later is not None:
         sure = f"{pair.own_start:.2f} nats of their first token, {pair.own_later:.2f} of later ones"
         yield "its answers", f"the teacher's log-probability is {sure}"
+    if pair.calls is not None:
+        yield "its calls", f"{pair.calls:.1%} of the teacher's calls of tools can be read"
     other = pair.template
     if other is not None and other.accuracy is not None:
         accuracy = f"{other.accuracy.mean:+.1%} ± {other.accuracy.stderr:.1%}"

@@ -77,7 +77,8 @@ class Measured:
 
     Grades are of each prompt's evaluated answer, in the same order, NaN where there is none;
     ``other_grades`` those of the teacher with its own template. ``own``: the teacher's
-    log-probabilities of its answers.
+    log-probabilities of its answers. ``calls``: of its calls of tools the share that can be read,
+    in episodes without a turn that was cut off.
     """
 
     source: str
@@ -87,6 +88,7 @@ class Measured:
     responses: Sequence[Response]
     own: Sequence[Float32] = ()
     other_grades: Float64 | None = None
+    calls: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class PairFigures:
     first and the other tokens of its answers. ``floor``: the student scored by itself against
     what it was sampled with. ``top_k``: the least power of two that has 99 % of the
     teacher's scored mass at 99 % of the positions. ``precision``: of a teacher of low precision,
-    if it was measured with the weights of its files.
+    if it was measured with the weights of its files. ``calls``: of an environment's tools, the
+    share of the teacher's own that can be read.
     """
 
     source: str
@@ -160,6 +163,7 @@ class PairFigures:
     floor: Agreement
     top_k: int
     precision: PrecisionBias | None = None
+    calls: float | None = None
 
 
 def figures_of(measured: Measured) -> PairFigures:
@@ -198,6 +202,7 @@ def figures_of(measured: Measured) -> PairFigures:
         ),
         top_k=_least_top_k(responses),
         precision=_precision(responses),
+        calls=measured.calls,
     )
 
 

@@ -104,6 +104,7 @@ async def ask_teacher(
     """
     grades, own = await _answered(teacher, _read(asked.prompts), asked)
     found = await scored(teacher, answers.rollouts)
+    own = [one for one in own if one.fault is None]
     certain = await scored(teacher, own)
     other_grades, others = None, list[Float32 | None]([None] * len(found))
     if asked.other is not None:
@@ -120,7 +121,26 @@ async def ask_teacher(
         )
     ]
     sure = [sampled_logprobs(one) for one in certain]
-    return Measured(*names, answers.grades, grades, responses, sure, other_grades)
+    calls = _read_calls(own, asked.evaluated.max_tokens)
+    return Measured(*names, answers.grades, grades, responses, sure, other_grades, calls)
+
+
+def _read_calls(episodes: Sequence[Rollout], most: int) -> float | None:
+    """The share of tools' calls that could be read, in episodes without a turn that was cut off.
+
+    A turn has ``most`` tokens at most. An episode counts one that was cut off as a call that cannot
+    be read, and it says nothing about how the teacher writes calls.
+    """
+    whole = (
+        one.episode
+        for one in episodes
+        if one.episode is not None
+        and one.finish_reason != "length"
+        and all(len(turn) < most for turn in one.turns)
+    )
+    numbers = [(one.calls, one.malformed) for one in whole]
+    read, malformed = (sum(column) for column in zip(*numbers, strict=True)) if numbers else (0, 0)
+    return read / (read + malformed) if read + malformed else None
 
 
 def with_whole(measured: Measured, scores: Sequence[Sample]) -> Measured:
@@ -151,7 +171,7 @@ async def _graded(rollouts: Sequence[Rollout], grade: GradeRollout | None) -> Fl
 
     async def one(rollout: Rollout) -> float:
         try:
-            return float(await grade(rollout))
+            return UNGRADED if rollout.fault else float(await grade(rollout))
         except RolloutFault:
             return UNGRADED
 

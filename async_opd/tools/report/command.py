@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _report_of(folder: Place, file: Path, arguments: argparse.Namespace) -> int:
     from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
-    from async_opd.tools.report.forecast import forecast
+    from async_opd.tools.report.forecast import NO_GAIN, forecast
     from async_opd.tools.report.recorded_run import read_recorded_run
     from async_opd.tools.report.run_report import report
     from async_opd.tools.report.verdict import judge
@@ -75,6 +76,8 @@ def _report_of(folder: Place, file: Path, arguments: argparse.Namespace) -> int:
     _print_left_out(run)
     verdict = judge(run)
     prediction = "" if arguments.no_plan else str(forecast(run, verdict))
+    if prediction == NO_GAIN:
+        verdict = replace(verdict, remedy="Nothing needs to change.")
     write_atomically(file, report(run, verdict, prediction), durable=False)
     for line in (verdict.headline, verdict.remedy, prediction, f"report      {file}"):
         if line:
@@ -99,9 +102,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         runs = [read_recorded_run(fetched.enter_context(run_at(one))) for one in places]
         for run in runs:
             _print_left_out(run)
-        columns, figures = figures_of(runs)
+        columns, (*figures, verdicts) = figures_of(runs)
         _print_table("figures", columns, figures)
-        _print_table("keys that differ", ("key", *columns[1:]), differing_keys(runs))
+        if keys := differing_keys(runs):
+            _print_table("keys that differ", ("key", *columns[1:]), keys)
+        for name, words in zip(columns[1:], verdicts[1:], strict=True):
+            print(on_one_line(f"verdict     {name}: {words}"))
         if found := recommended(runs):
             print(on_one_line(found))
         write_atomically(Path(arguments.out), comparison(runs), durable=False)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from async_opd.core.errors import ConfigError
+from async_opd.observability.run_log import METRICS
 from async_opd.tools.plan.advice import Split, current, steady_state
 from async_opd.tools.plan.inputs import setting_of
 from async_opd.tools.plan.measured import read_run
@@ -21,6 +22,9 @@ WORTH = 0.05
 """A change that gains so much is suggested without a look at the following ones."""
 LEAST = 0.01
 """A smaller gain is none: two plans differ by as much for reasons that no run has."""
+
+
+NO_GAIN = f"The plan predicts less than {LEAST:+.0%} for each change that it knows."
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def forecast(run: RecordedRun, verdict: Verdict) -> Forecast | str:
         return _best(setting, verdict)
     except ConfigError as error:
         problem = error.problems[0]
-        return f"There is no prediction: {problem.key} {problem.message}".strip() + "."
+        return f"There is no prediction: {problem.key or METRICS} {problem.message}."
 
 
 def _best(setting: Setting, verdict: Verdict) -> Forecast | str:
@@ -61,11 +65,7 @@ def _best(setting: Setting, verdict: Verdict) -> Forecast | str:
             best = Forecast(what, gain)
         if best.gain >= WORTH:
             break
-    return (
-        best
-        if best.change
-        else f"The plan predicts less than {LEAST:+.0%} for each change that it knows."
-    )
+    return best if best.change else NO_GAIN
 
 
 def changes(setting: Setting, verdict: Verdict) -> list[tuple[str, Setting]]:

@@ -96,8 +96,10 @@ for (const sample of document.querySelectorAll(".sample")) {
     });
   }
   sample.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
-    const next = step && event.target.classList.contains("tok") && event.target[step];
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const tokens = [...sample.querySelectorAll(".tok")];
+    const at = tokens.indexOf(event.target);
+    const next = step && at >= 0 && tokens[at + step];
     if (next) { event.preventDefault(); next.focus(); }
   });
 }

@@ -197,12 +197,16 @@ def token_sections(run: RecordedRun, gallery: Gallery) -> list[Section]:
 
 
 def _token_card(number: int, one: SampleRecord, status: str, gallery: Gallery) -> str:
-    shades = zip(levels(one, "loss"), levels(one, "gap"), strict=True)
-    spans = "".join(
-        f'<span class="tok" tabindex="{-1 if row else 0}" data-loss="{loss}" data-gap="{gap}">'
-        f"{text(one.text(one['token'][row]))}</span>"
-        for row, (loss, gap) in enumerate(list(shades)[:TOKENS])
-    )
+    loss, gap = levels(one, "loss"), levels(one, "gap")
+    spans = ""
+    for title, rows in one.by_turn():
+        shown = rows[: max(TOKENS - rows.start, 0)]
+        spans += f'<span class="soft"> {text(_cut(title))} </span>' if title and shown else ""
+        spans += "".join(
+            f'<span class="tok" tabindex="{-1 if r else 0}" data-loss="{loss[r]}" '
+            f'data-gap="{gap[r]}">{text(one.text(one["token"][r]))}</span>'
+            for r in shown
+        )
     more = f" The first {TOKENS} of {len(one)} tokens." if len(one) > TOKENS else ""
     facts = (
         f"Step {one.step}, teacher {one.teacher}, stale by {one.staleness}, finished by "

@@ -235,8 +235,8 @@ def _budget(run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime,
     by_name = {pool.name: pool for pool in times}
     return Verdict(
         "budget",
-        "The staleness budget is too small for the pools to work at the same time: rollout waits "
-        f"for it {by_name['rollout'].shares[PROMPTS]:.0%} of the time, and training for samples "
+        "Rollout and training take turns within the staleness budget: rollout waits for it "
+        f"{by_name['rollout'].shares[PROMPTS]:.0%} of the time, and training for samples "
         f"{by_name['train'].shares[SCORED]:.0%}.",
         (f"async.staleness_threshold is {threshold:g}", *_evidence(run, rows, times)),
         "Raise async.staleness_threshold, if learning allows it.",

@@ -207,7 +207,8 @@ def test_the_end_screen_of_a_completed_run_has_the_next_commands(
     plain.close(summary(run_dir=Path("/my runs/demo"), metrics={"eval/sort/accuracy": 0.5}))
     assert out.getvalue().splitlines()[-3:] == [
         "next      async_opd report '/my runs/demo'",
-        "          async_opd eval '/my runs/demo/config.yaml' '/my runs/demo' eval.n=4",
+        "          async_opd eval '/my runs/demo/config.yaml' '/my runs/demo' eval.n=4 "
+        "eval.temperature=0.7",
         "          async_opd export '/my runs/demo' demo-student",
     ]
 

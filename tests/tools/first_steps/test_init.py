@@ -206,3 +206,30 @@ def test_on_a_terminal_what_is_missing_is_asked(
     written = load_yaml((here / "config.yaml").read_text())
     assert written["teachers"] == {"sort": {"model": "models/teacher-sort"}}
     assert main(["check", "config.yaml"]) == 0
+
+
+def test_answers_that_lack_a_key_are_a_command_to_which_the_remedies_add(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine.jsonl").write_text('{"question": "sort 21="}\n')
+    answers = {"Student": ["models/student"], "Teacher": ["models/teacher-sort"]}
+    answers["Training"] = ["mine.jsonl"]
+
+    def ask(question: object, **_: object) -> str:
+        left = answers.get(str(question).split()[0], [])
+        return left.pop() if left else ""
+
+    monkeypatch.setattr("rich.prompt.Prompt.ask", ask)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert init(*SHORT) == 2
+    said = capsys.readouterr().err
+    assert "add --set data.prompt=question" in said
+    assert "(--data NAME=PATH)" in said
+    command = said.partition("async_opd init ")[2].split()
+    assert command == [
+        *("config.yaml", "--student=models/student", "--teacher=models/teacher-sort"),
+        *("--data=mine.jsonl", "--set=rollout.max_tokens=8"),
+    ]
+    repaired = [one.replace("--data=", "--data=sort=") for one in command]
+    assert init(*repaired, "--set", "data.prompt=question") == 0

@@ -10,7 +10,8 @@ import pytest
 from async_opd.tools.plan.setting import Setting
 from async_opd.tools.plan.sim.simulation import simulate
 from tests.tools.plan.settings import setting, teacher
-from tests.tools.plan.virtual import Seen, run_pipeline, run_virtually
+from tests.tools.plan.virtual import Seen, run_pipeline
+from tests.world.clock import run_virtually
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,7 @@
 """The real pipeline, queue, stages and admission in virtual time, with engines that only wait.
 
-The event loop's clock jumps to the next timer whenever nothing is left to do now, so that a run of
-an hour takes seconds and does not depend on the machine. Each pool's speed, the sync's, the lengths
-and the grader's seconds are what a test sets them to.
+It runs on ``tests.world.clock.VirtualLoop``. Each pool's speed, the sync's, the lengths and the
+grader's seconds are what a test sets them to.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -39,38 +38,6 @@ from trainer.batcher import Batcher
 from trainer.batches.batch_metrics import batch_metrics
 
 Clock = Callable[[], float]
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time passes only in timers; what would run in a thread runs at once."""
-
-    def __init__(self) -> None:
-        self._virtual = 0.0
-        super().__init__()
-
-    def time(self) -> float:
-        return self._virtual
-
-    def _run_once(self) -> None:
-        ready: Any = self._ready  # type: ignore[attr-defined]
-        timers: Any = self._scheduled  # type: ignore[attr-defined]
-        if not ready and timers:
-            self._virtual = max(self._virtual, timers[0]._when)
-        super()._run_once()  # type: ignore[misc]
-
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        done = self.create_future()
-        try:
-            done.set_result(func(*args))
-        except Exception as error:
-            done.set_exception(error)
-        return done
-
-
-def run_virtually(work: Coroutine[Any, Any, Any]) -> Any:
-    """Runs it to its end."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(work)
 
 
 @dataclass
@@ -288,13 +255,17 @@ def build(
     log: Any,
     journal: Journal | None = None,
     grading: tuple[float, int] | None = None,
+    make_students: Callable[[MessageQueue], dict[str, Any]] | None = None,
 ) -> tuple[Trainer, Pipeline]:
     """The trainer and the pipeline. ``grading``: (seconds, processes a replica)."""
     names = tuple(teacher.name for teacher in setting.teachers)
     queue = MessageQueue(topics(names), setting.queue_samples, 1 << 40, 1e9, kept=(PROMPTS,))
     batcher = Batcher(queue, batch_size=setting.batch_size, max_version_lag=setting.max_version_lag)
     trainer = Trainer(batcher, setting.train, clock)
-    students = _students(setting, queue, seed, clock, grading)
+    if make_students is None:
+        students: dict[str, Any] = {**_students(setting, queue, seed, clock, grading)}
+    else:
+        students = make_students(queue)
     rollouter = RollouterStage(students, queue)
     sync: Any = BroadcastSync(
         trainer,  # type: ignore[arg-type]

@@ -10,13 +10,21 @@ import numpy as np
 import pytest
 
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.samples import Prompt, Rollout, Sample
+from async_opd.core.errors import RolloutFault
+from async_opd.core.samples import EpisodeFacts, Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.grading.graders import GradeError
 from async_opd.tools.probe.figures import Measured
-from async_opd.tools.probe.measuring import CALL, Asked, ask_student, ask_teacher, scored
+from async_opd.tools.probe.measuring import (
+    CALL,
+    Asked,
+    StudentAnswers,
+    ask_student,
+    ask_teacher,
+    scored,
+)
 
 GREEDY, SAMPLED = SamplingSpec(4, 0.0, 1.0, 1), SamplingSpec(4, 1.0, 1.0, 1)
 PROMPTS = [Prompt(Uid(f"p{at}"), "s", "t", np.array([at, 7], np.int32)) for at in range(3)]
@@ -134,6 +142,46 @@ def test_the_teachers_own_template_is_asked_after_prompts_whose_images_have_many
     teacher = Table()
     measured(Expanding(), teacher, replace(ASKED, other=other))
     assert teacher.seen[-3:] == [[1, 9, WRONG]] * 3
+
+
+@dataclass
+class Player(Table):
+    """Its answers are episodes, one after the other those with these facts and tokens."""
+
+    facts: Sequence[tuple[EpisodeFacts, int]] = ()
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        return [
+            replace(Rollout.answer(f"{one.uid}/0", one, [RIGHT] * tokens, "stop"), episode=facts)
+            for one, (facts, tokens) in zip(prompts, self.facts, strict=True)
+        ]
+
+    def _scores(self, rollout: Rollout) -> Scores:
+        return SampledLogprobs(np.zeros(len(rollout.response_ids), np.float32))
+
+
+def test_the_share_of_calls_that_can_be_read_leaves_out_turns_that_were_cut_off() -> None:
+    facts = [
+        (EpisodeFacts(1, calls=2, malformed=1), 1),
+        (EpisodeFacts(1, malformed=1), GREEDY.max_tokens),
+        (EpisodeFacts(1, calls=1), 3),
+    ]
+    teacher = Player(facts=facts)
+    answers = StudentAnswers(np.zeros(3), [], np.zeros(0))
+    found = asyncio.run(ask_teacher(teacher, ASKED, answers, [], ("s", "t")))
+    assert found.calls == 3 / 4
+
+
+def test_an_episode_with_a_fault_is_in_no_mean() -> None:
+    class Failing(Table):
+        async def generate(self, prompts: Sequence[Prompt], _: SamplingSpec) -> list[Rollout]:
+            fault = RolloutFault("environment", "its process died")
+            return [Rollout.unanswered(f"{one.uid}/0", one, fault) for one in prompts]
+
+    answers = StudentAnswers(np.zeros(3), [], np.zeros(0))
+    found = asyncio.run(ask_teacher(Failing(), ASKED, answers, [], ("s", "t")))
+    assert np.isnan(found.teacher_grades).all()
+    assert not found.own
 
 
 def test_a_call_has_a_bounded_number_of_rollouts() -> None:

@@ -229,6 +229,7 @@ def test_another_version_is_a_warning(
 SETTINGS = {
     "adapters": ["train.lora={rank: 4, alpha: 8}"],
     "rewards of groups": ["reward={grader: exact, weight: 1.0}", "rollout.n=2"],
+    "masked tokens": ["async.on_stale=mask", "async.max_version_lag=0"],
     "estimator, in float32 with two threads": ["loss={kind: k3}", "train.threads=2"],
 }
 

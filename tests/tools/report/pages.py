@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_opd.core.row import Media
 from async_opd.grading.evaluation_files import EVALS
-from async_opd.microscope import MICROSCOPE, RecordWriter
+from async_opd.microscope import MICROSCOPE, RecordedTurn, RecordWriter
 from async_opd.pictures import MEDIA, Thumbnails
 from tests.data.pictures import picture
 from tests.microscope.samples import TEXTS
@@ -51,7 +51,8 @@ def write_full_run(folder: Path, seed: int = 0, factor: float = 1.6, hostile: bo
         names = dict.fromkeys(TEXTS, text) if hostile and step == 1 else TEXTS
         one = tokens_of(f"0:{step}#0/0", 24, step, step=step, prompt=text)
         images = (pictured(folder, step), Media("0" * 64, 9, 640, 480))[: step % 3]
-        made = [replace(one, texts=names, images=images)]
+        turns = (RecordedTurn(0, 0, ""), RecordedTurn(10, 1, text)) if step == 2 else ()
+        made = [replace(one, texts=names, images=images, turns=turns)]
         RecordWriter(folder / MICROSCOPE, 0, 1 << 20).write(step, made)
     (folder / EVALS).mkdir()
     answers = [_answer(folder, f"0:{i}#0/0", text, source) for i, source in enumerate(sources)]

@@ -14,6 +14,7 @@ from async_opd.observability.run_log import RunLog
 from async_opd.observability.trace import TraceSink
 from async_opd.tools.plan.setting import Setting
 from tests.tools.plan import virtual
+from tests.world.clock import run_virtually
 
 EPOCH = 1_790_000_000.0
 
@@ -27,7 +28,7 @@ def record(
     folder.mkdir(parents=True)
     write_run_format(folder)
     (folder / "config.yaml").write_text(dump_config(config))
-    virtual.run_virtually(_run(folder, config, setting, seed, grader))
+    run_virtually(_run(folder, config, setting, seed, grader))
     return folder
 
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from async_opd.cli import main
 from async_opd.tools.plan.setting import Setting
-from async_opd.tools.report.forecast import Forecast, changes, forecast
+from async_opd.tools.report.forecast import NO_GAIN, Forecast, changes, forecast
 from async_opd.tools.report.recorded_run import read_recorded_run
 from async_opd.tools.report.verdict import Verdict, judge
 from tests.tools.plan.runs import write_run
@@ -77,7 +78,27 @@ def test_without_speeds_or_a_gain_to_show_there_is_no_forecast(
     )
     run = read_recorded_run(write_run(tmp_path / "run"))
     words = forecast(run, limited("train", "rollout"))
-    assert words == "The plan predicts less than +1% for each change that it knows."
+    assert words == NO_GAIN
+
+
+def test_no_change_is_recommended_that_the_plan_finds_useless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    budget = Verdict("budget", "They take turns.", (), "Raise async.staleness_threshold.")
+    monkeypatch.setattr("async_opd.tools.report.verdict.judge", lambda run: budget)
+    monkeypatch.setattr("async_opd.tools.report.forecast.forecast", lambda *_: NO_GAIN)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        *("They take turns.", "Nothing needs to change.", NO_GAIN)
+    ]
+    assert "Raise async" not in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_too_few_steps_for_a_forecast_are_a_sentence(tmp_path: Path) -> None:
+    run = read_recorded_run(write_run(tmp_path / "run", steps=7))
+    words = forecast(run, limited("train", "rollout"))
+    assert str(words).startswith("There is no prediction: metrics.jsonl has ")
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_adapters_are_in_the_language_model_only(family: str) -> None:
 
 def test_images_cost_the_towers_entries_for_each_patch_a_third_of_frozen_ones() -> None:
     size = ModelSize(10, 0, (), (), tower=7, projector=3, patches=4)
-    header: Any = SimpleNamespace(tokens=5, response_tokens=0)
+    header: Any = SimpleNamespace(segments=(), tokens=5, response_tokens=0)
     assert size.of_sample(header, 2) == 6 * (10 * 5 + (7 * 4 + 3) * 2)
     model = student_of("qwen2_5_vl")
     trained = ModelSize.of(model)

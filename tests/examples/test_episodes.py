@@ -1,0 +1,89 @@
+"""The examples with environments: a calculator, and a game of higher or lower."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.checks.preflight import preflight
+from async_opd.config.load import load_config
+from async_opd.environments.tools import schemas_of
+from async_opd.models.tokenizer import Text
+from tests.cluster.test_run import Running
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = ("tools", "higher_lower")
+
+
+@pytest.fixture
+def environments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An environment of each example, by its name."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "episodes"))
+    for name in ("calculator", "higher_lower"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    from calculator import Calculator
+    from higher_lower import HigherLower
+
+    return {"tools": Calculator(), "higher_lower": HigherLower()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_has_no_problem(name: str) -> None:
+    example = EXAMPLES / f"{name}.yaml"
+    assert preflight(load_config(example), example.name, 0).problems == []
+
+
+@pytest.mark.parametrize(("name", "tool"), [("tools", "calculate"), ("higher_lower", "guess")])
+def test_the_description_of_the_tool_is_one_token_as_in_the_models_training(
+    name: str, tool: str, environments: dict[str, Any]
+) -> None:
+    text = Text.of(load_config(EXAMPLES / f"{name}.yaml"))
+    tools = schemas_of({tool: getattr(environments[name], tool)})
+    rendered = text.chat.render([], False, tools=tools)
+    assert len(text.plain(rendered)) < 10, text.plain(rendered)
+
+
+def test_the_calculator_calculates_until_it_is_broken(environments: dict[str, Any]) -> None:
+    calculator = environments["tools"]
+    assert [calculator.calculate(one) for one in ("12 + 34", "5-7", "6 * 7")] == ["46", "-2", "42"]
+    with pytest.raises(ValueError, match="no result"):
+        type(calculator)(broken=True).calculate("12 + 34")
+
+
+def test_a_game_is_won_with_the_number_and_lost_after_the_last_guess(
+    environments: dict[str, Any],
+) -> None:
+    game = environments["higher_lower"]
+    game.reset(number=5, guesses=3)
+    assert [game.guess(one) for one in (4, 6, 5, 5)] == ["higher", "lower", "correct", "over"]
+    assert game.get_reward() == 1.0
+    game.reset(number=5, guesses=2)
+    assert [game.guess(one) for one in (4, 6, 5)] == ["higher", "over", "over"]
+    assert game.get_reward() == 0.0
+
+
+@pytest.mark.engine
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.whole
+@pytest.mark.parametrize("name", NAMES)
+def test_the_student_learns_to_succeed_as_its_teacher_does(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES / f"{name}.yaml"
+    config = load_config(example)
+    steps = (f"train.steps={config.train.steps}", f"async.sync_steps={config.async_.sync_steps}")
+    few = ("eval.every=0", "eval.max_prompts=null", "log.wandb=off")
+    done = Running(tmp_path / name, *steps, *few, example=example).end(1800)
+    assert done.code == 0, done.output
+    before, after, teacher = (
+        [
+            value
+            for key, value in done.summary.items()
+            if key.startswith(f"{when}/") and key.endswith("/success")
+        ]
+        for when in ("eval_initial", "eval", "eval_teacher")
+    )
+    assert sum(before) <= 0.5 * sum(teacher)
+    assert sum(after) >= 0.95 * sum(teacher)
