@@ -108,8 +108,9 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _environments_grade(cls, given: Any) -> Any:
-        """With an environment its reward is the grade, unless a grader is named."""
-        if not isinstance(given, dict) or given.get("environment") is None:
+        """With an environment its reward is the grade, unless a grader is named, or it has none."""
+        environment = given.get("environment") if isinstance(given, dict) else None
+        if not isinstance(environment, dict) or environment.get("kind") == "tools":
             return given
         sections = {"eval": given.get("eval", {}), "reward": given.get("reward")}
         graded = {
