@@ -3,7 +3,6 @@
 The class is one that TRL's ``environment_factory`` takes: its public methods are the model's tools.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ GUESSES = tuple(guesses for guesses in range(2, 8) for _ in range(guesses))
 
 def largest(guesses: int) -> int:
     """The largest number to find with so many guesses; the smallest is 1."""
-    return 2**guesses - 1
+    return (1 << guesses) - 1
 
 
 class HigherLower:
@@ -58,6 +57,6 @@ def row(guesses: int, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def rows(number: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+def rows(number: int, rng: np.random.Generator) -> list[dict[str, Any]]:
     """So many rows; long games need most of the practice, and have most of the rows."""
-    return (row(GUESSES[at % len(GUESSES)], rng) for at in range(number))
+    return [row(GUESSES[at % len(GUESSES)], rng) for at in range(number)]
