@@ -352,7 +352,7 @@ def _message(entry: Any, key: str) -> tuple[str, str]:
     if kind == "literal_error":
         remedy = nearest(found, entry["ctx"]["expected"]) or remedy
     if kind == "value_error" and isinstance(found, dict):  # the text of a section says what to do
-        found, remedy = {name: one for name, one in found.items() if str(name) in expected}
+        found = {name: one for name, one in found.items() if str(name) in expected}
         found, remedy = found or "a section", ""
         if key == "cluster.env":  # any value of it may be a secret
             found = ", ".join(map(str, found))
