@@ -233,3 +233,10 @@ def test_every_rollout_of_a_soak_is_trained_once(runs: Runs) -> None:
     assert (found["lost"], found["duplicated"], found["rollouts"]) == (0, 0, 2500)
     assert set(found["loop_lag_s"]) == {"driver", "queue", "scorer"}
     assert found["peak_memory_gib"] < 8
+
+
+@pytest.mark.slow
+def test_episodes_keep_engines_busy_and_their_loop_takes_little(runs: Runs) -> None:
+    found = runs.figures("episodes")
+    assert found["busy_ratio"] >= 0.9
+    assert max(found["render_share"], found["render_share_template"]) <= 0.01
