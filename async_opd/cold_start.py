@@ -139,8 +139,7 @@ class ColdStart:
 
     def _foreign(self, rollout: Rollout) -> str:
         """The fault of a token without an embedding in the student; empty if all have one."""
-        both = (rollout.prompt.token_ids, rollout.response_ids)
-        largest = max(int(ids.max(initial=0)) for ids in both)
+        largest = int(rollout.token_ids.max(initial=0))
         if largest < self.vocabulary or not self.vocabulary:
             return ""
         return f"row {rollout.prompt.uid} has token {largest}, the student {self.vocabulary} rows"

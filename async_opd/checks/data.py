@@ -12,6 +12,7 @@ from async_opd.checks.findings import Findings
 from async_opd.checks.room import Room, Tally
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import PromptSource
+from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.user_code import ENVIRONMENTS, SOURCES, UserCodeError, find_user_code
 from async_opd.core.errors import SourceError, in_words
 from async_opd.core.row import Media, Row
@@ -129,7 +130,10 @@ class DataChecks:
             self.found.add("environment.kind", "the package gymnasium is not installed", EXTRA)
         elif self.load:
             first = next((row for rows in train for row in checked(rows)), None)
-            fault = run_to_end(environment_fault(EnvironmentSpec.of(self.config), first))
+            graders = [self.config.eval.grader] if self.config.data.eval else []
+            graders += [self.config.reward.grader] if self.config.reward else []
+            spec, rewards = EnvironmentSpec.of(self.config), ENVIRONMENT in graders
+            fault = run_to_end(environment_fault(spec, first, rewards))
             if fault is not None:
                 self.found.add("environment", fault.cause, fault.remedy)
         elif given.kind == "gymnasium":  # no statement of its module names what that registers
@@ -151,7 +155,8 @@ class DataChecks:
     def best_metric(self) -> None:
         """Checks that evaluations have what ``checkpoint.keep_best`` compares."""
         metric, sources = self.config.checkpoint.keep_best, sorted(self.parts["eval"].routes)
-        values = (*metric_names(self.config.eval.n), "response_tokens", "truncated")
+        values = [*metric_names(self.config.eval.n), "response_tokens", "truncated"]
+        values += ["success", "turns", "tool_calls"] * (self.config.environment is not None)
         known = [f"eval/{source}/{value}" for source in sources for value in values]
         unread = self.parts["eval"].unread  # its sources have other names, perhaps this one
         if metric is None or unread or not sources:

@@ -29,7 +29,7 @@ from async_opd.cluster.session import joining, ray_session
 from async_opd.config.registry import TRANSPORTS as BUILT_IN
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EngineTeacher
-from async_opd.config.user_code import LOSSES, TRANSPORTS
+from async_opd.config.user_code import ENVIRONMENTS, LOSSES, TRANSPORTS
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.files.safe_open import make_folder, regular_file
 from async_opd.grading.grader_pool import GraderSpec
@@ -178,6 +178,11 @@ def _code(config: RunConfig) -> dict[str, Any]:
     if config.reward is not None and is_function(config.reward.grader):
         spec = GraderSpec.of(config, config.reward.grader)
         found["grader"] = replace(spec, start_s=found["bound_s"])
+    environment = config.environment
+    named = [] if environment is None else [environment.factory, *environment.tools]
+    for name in filter(None, named):
+        if not name.rpartition(":")[0].endswith(".py"):  # a file lies beside the config
+            found["code"][f"environment {name}"] = (name, ENVIRONMENTS)
     if config.loss.kind == "user":
         found["code"]["loss.function"] = (config.loss.function, LOSSES)
     if config.sync.backend not in ("auto", *BUILT_IN):

@@ -187,8 +187,11 @@ class RunConfig(Section):
                     "found given, but given answers have no turns, and no tools in their prompts"
                 )
                 yield "cold_start.answers", fault, "set it to teacher, or remove cold_start"
+            if servers and cold is not None and cold.answers == "teacher":
+                fault = f"found teacher, but teachers.{servers[0]} is a server, without episodes"
+                yield "cold_start.answers", fault, "remove cold_start"
             other = [n for n, one in self.teachers.items() if one.renders or one.prompt_template]
-            if cold is not None and other:
+            if cold is not None and cold.answers == "teacher" and other:
                 fault = f"found a cold start, but teachers.{other[0]} reads other prompts than the"
                 fault += " student: its episodes would be trained after its own context"
                 yield "cold_start", fault, "remove it, or let the teacher read as the student does"

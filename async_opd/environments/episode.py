@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import Redactor
 from async_opd.config.sections.environment import ENVIRONMENT, EnvironmentConfig
 from async_opd.core.arrays import Int32
 from async_opd.core.environments import (
@@ -32,6 +33,7 @@ from async_opd.core.environments import (
     Outcome,
 )
 from async_opd.core.errors import LengthError, RolloutFault, in_words
+from async_opd.core.printable import on_one_line
 from async_opd.core.row import PromptText, Row
 from async_opd.core.samples import (
     EpisodeEnd,
@@ -122,7 +124,12 @@ class EpisodePlayer:
             for name, teacher in config.teachers.items()
             if spec.teacher is None and (teacher.renders or teacher.prompt_template is not None)
         }
-        pool = Environments(EnvironmentSpec.of(config), print)
+        redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+
+        def say(text: str) -> None:
+            print(on_one_line(redacted(text)))
+
+        pool = Environments(EnvironmentSpec.of(config), say)
         own = _reading(config, text, spec.teacher)
         return cls(config.environment, pool, text, own, teachers, longest, config.seed)
 
@@ -350,6 +357,7 @@ class _Episode:
             spans = turn.version_spans
             versions += [VersionSpan(one.version, at + one.start, at + one.end) for one in spans]
             at += len(turn.response_ids)
+        cut_off = end != "done" and self.turns[-1].finish_reason == "length"
         best = [turn.topk_ids for turn in self.turns if turn.topk_ids is not None]
         made = Rollout(
             self.uid,
@@ -360,7 +368,7 @@ class _Episode:
                 [np.empty(0, np.float32), *(one.rollout_logprobs for one in self.turns)]
             ),
             tuple(versions),
-            "length" if end in ("tokens", "context") else "stop",
+            "length" if end in ("tokens", "context") or cut_off else "stop",
             np.concatenate(best) if best else None,
             episode=self.facts._replace(end=end),
             view=self.contexts[1].view if len(self.contexts) > 1 else None,

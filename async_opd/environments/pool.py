@@ -330,9 +330,12 @@ class PooledEnvironment:
         raise Collateral(f"the process of {self.of} was ended ({host.how})") from None
 
 
-async def environment_fault(spec: EnvironmentSpec, row: Row | None) -> StageError | None:
+async def environment_fault(
+    spec: EnvironmentSpec, row: Row | None, rewards: bool = False
+) -> StageError | None:
     """Why no episode can begin: its code cannot be loaded, or ``reset`` fails with the row.
 
+    ``rewards``: also if it has no reward at all, which a grader of the run is to be.
     The code may do anything, and takes the bounds of a run at most. None if an episode begins.
     """
     environments = Environments(spec)
@@ -340,9 +343,20 @@ async def environment_fault(spec: EnvironmentSpec, row: Row | None) -> StageErro
         episode = await environments.open()
         if row is not None:
             await episode.reset(row, 0)
+            if rewards and not await _has_reward(episode):
+                remedy = "add get_reward, or name another eval.grader and reward.grader"
+                return StageError(ENVIRONMENT, f"{spec.name} gives no reward", remedy)
         await episode.close()
     except StageError as error:
         return error
     finally:
         environments.close()
     return None
+
+
+async def _has_reward(episode: PooledEnvironment) -> bool:
+    """Whether there is a reward; one that fails before the first turn is there."""
+    try:
+        return await episode.reward() is not None
+    except RolloutFault:
+        return True

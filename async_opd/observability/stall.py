@@ -104,7 +104,7 @@ def teachers_s(config: RunConfig, prompts: Sequence[Prompt], sampling: SamplingS
         tokens = sum(len(p.token_ids) + sampling.n * longest for p in own)
         together_s = health.timeout_s + tokens / health.min_tokens_per_s
         if (played := config.environment) is not None:
-            rounds = math.ceil(len(own) * sampling.n / (played.concurrency * teacher.replicas))
+            rounds = math.ceil(len(own) * sampling.n / played.concurrency)
             together_s += rounds * played.timeouts.episode_s
         each_s = max(together_s, health.response_s(sampling.max_tokens))
         longest_s = max(longest_s, health.tries * each_s)

@@ -71,11 +71,11 @@ class SignalHandler:
             self._timer = threading.Timer(self._grace_s, self._end, [why])
             self._timer.daemon = True
             self._timer.start()
+            self._work.cancel()  # first: the message may not be written on a full disk
             self._notify(
                 "a signal ends the run, with a checkpoint if it began to train; another SIGINT "
                 "(Ctrl-C) ends it at once"
             )
-            self._work.cancel()
         elif number == signal.SIGINT:
             self._end("a second SIGINT ended the run at once")
 

@@ -83,7 +83,7 @@ def _lines(rollout: Rollout, text: Text, redacted: Redactor) -> Iterator[str]:
     yield f"episode {rollout.uid}: {facts.turns} turns, end: {facts.end}, reward {reward}"
     calls = f"{facts.calls} calls, {facts.malformed} malformed, {facts.unknown} unknown"
     if rollout.fault is not None:
-        yield f"  {rollout.fault.stage}: {rollout.fault.cause}"
+        yield redacted(f"  {on_one_line(str(rollout.fault))}")
         return
     yield f"  {calls}; {facts.tool_s:.2f} s in the environment, {facts.cut_tokens} tokens cut off"
     ids = rollout.token_ids.tolist()

@@ -41,7 +41,7 @@ class Killed(World):
 
     def pool(self) -> Any:
         section = {"factory": f"{WORLD}:Announced", "kwargs": {"tell": str(self.announced)}}
-        timeouts = {"step_s": 1, "reset_s": 30}
+        timeouts = {"step_s": 4, "reset_s": 60}
         made: Any = Environments(spec_of(**section, processes=2, timeouts=timeouts))
         made.opened = ()  # a process that is gone has none
         return made

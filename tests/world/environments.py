@@ -212,7 +212,7 @@ def _then(what: str) -> None:
         case "interrupt":
             raise KeyboardInterrupt
         case "wait":
-            time.sleep(1.0)
+            time.sleep(3.0)
 
 
 class FakeHost:

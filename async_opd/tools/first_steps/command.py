@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.overrides import add_overrides
+from async_opd.config.secrets import without_secrets
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
 from async_opd.files.foreign import foreign
@@ -175,7 +176,9 @@ def _init(given: argparse.Namespace) -> int:
         text, notes = checked_text(draft, target, given.overrides)
     except ConfigError as error:
         problems = [replace(one, remedy=_as_options(one.remedy)) for one in error.problems]
-        words = [str(target), *draft.words()] + [f"--set={one}" for one in given.overrides]
+        shown = (without_secrets(dict([one.partition("=")[::2]])) for one in given.overrides)
+        overrides = (f"--set={key}={value}" for one in shown for key, value in one.items())
+        words = [str(target), *draft.words(), *overrides]
         again = f"the command, to which the remedies add: async_opd init {shlex.join(words)}"
         raise ConfigError(problems, again) from error
     write_atomically(target, text)
