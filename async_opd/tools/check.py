@@ -171,10 +171,9 @@ def check(
     if shown := [(name, sum(one.nbytes for one in images)) for name, images in asked if name]:
         print(escaped(images_in_words(config, shown)))
     training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
-    taken = config.train.steps * config.train.batch_size // config.rollout.n
-    often = f" (the steps take {taken}: each {taken / training:.3g} times)" * (
-        not any(source.stream for source in config.data.train) and training > 0
-    )
+    taken, often = config.train.steps * config.train.batch_size // config.rollout.n, ""
+    if training and not any(source.stream for source in config.data.train):
+        often = f" (the steps take {taken}: each {taken / training:.3g} times)"
     print(f"{training} training prompts{often}, {evaluation} evaluation prompts")
     return ready
 

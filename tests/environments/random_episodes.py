@@ -17,7 +17,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -256,13 +256,14 @@ class World:
     def models_of(self, style: Style, other: Style, folder: Path) -> None:
         """Those of two templates."""
         folder.mkdir()
-        self.model = Model.of(style, folder / "student", self.tools, self.answers)
-        Model.of(other, folder / "other", self.tools)
+        text = replace(style, special=(*style.special, SECRET)).text(folder / "student")
+        other.text(folder / "other")
         chat = ChatTemplate(folder / "other", system=self.chance.choice([None, "Be short."]))
-        own, seen = Turns(self.model.text, self.history), Text(folder / "student", chat=chat)
-        if (fault := own.fault(self.tools) or Turns(seen).fault(self.tools)) is not None:
+        own, seen = Turns(text, self.history), Turns(Text(folder / "student", chat=chat))
+        if (fault := own.fault(self.tools) or seen.fault(self.tools)) is not None:
             raise ValueError(fault[0])
-        reads = Reading(Turns(seen), lambda row: f"You are asked: {row.prompt}")
+        self.model = Model.of(text, own, folder / "student", self.tools, self.answers)
+        reads = Reading(seen, lambda row: f"You are asked: {row.prompt}")
         self.readings = Reading(own, lambda row: row.prompt), {"other": reads}
 
     def pool(self) -> Any:

@@ -115,24 +115,20 @@ class Model:
     @classmethod
     def of(
         cls,
-        style: Style,
+        text: Text,
+        turns: Turns,
         folder: Path,
         tools: bool,
         answers: Sequence[AssistantMessage] = ANSWERS,
     ) -> Model:
-        """ValueError for a template that ``check`` refuses."""
-        marked = Style(style.template, style.ends, (*style.special, SECRET))
-        text = marked.text(folder)
-        turns = Turns(text)
-        if (fault := turns.fault(tools)) is not None:
-            raise ValueError(fault[0])
+        """That of a folder, whose template is ``turns``; it samples these answers, and others."""
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         ends, shown = text.response_ends(), [ADD] if tools else []
         chosen = (one for one in answers if tools or not one.calls)
         found = (_sampled(turns, one, ends, shown) for one in chosen)
         plain = np.array([*text.plain("I add </think> it is 42"), ends[0]], np.int32)
-        said = (plain, *(one for one in found if one is not None))
-        return cls(text, tools, ends, tokenizer.token_to_id(SECRET), said, tokenizer)
+        sampled = (plain, *(one for one in found if one is not None))
+        return cls(text, tools, ends, tokenizer.token_to_id(SECRET), sampled, tokenizer)
 
     def turn(self, chance: random.Random, most: int) -> tuple[Int32, bool]:
         """Ids of a turn of at most so many tokens, and whether it was cut off there."""
