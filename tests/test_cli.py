@@ -265,7 +265,7 @@ def test_a_closed_pipe_is_silent_and_has_the_exit_code_of_sigpipe(words: str) ->
 def test_a_pipe_that_breaks_elsewhere_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def breaks(*_: object) -> None:
+    def breaks(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr("async_opd.tools.check.check", breaks)

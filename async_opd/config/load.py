@@ -310,7 +310,11 @@ def _read(file: Readable) -> dict[Any, Any]:
 
 def _other_file(file: Readable) -> str:
     """The remedy for a config that cannot be read: the one in a directory, or a similar path."""
-    if not isinstance(file, Path) or not file.is_dir():
+    try:
+        is_folder = isinstance(file, Path) and file.is_dir()
+    except OSError:  # its name is too long
+        return "check the path"
+    if not isinstance(file, Path) or not is_folder:
         return nearest_path(file) if isinstance(file, Path) else "check the path"
     inner = file / "config.yaml"
     return f"did you mean {inner}?" if inner.exists() else "name the YAML file"

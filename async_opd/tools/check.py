@@ -55,11 +55,11 @@ ABOUT = """\
 Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
 with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
 it finds, each with a remedy. Looks for the files of code that the config names; without --load it
-runs none of it, and sends no key. With --episodes it starts the student's engine, and plays.
+runs none of it, and sends no key. With --episodes 4 it starts the student's engine, and plays four
+episodes of the config's environment.
 
   async_opd check config.yaml rollout.replicas=4
   async_opd check config.yaml --load
-  async_opd check config.yaml --episodes 4
   async_opd check config.yaml --cluster
 
 With --cluster it also joins the cluster of cluster.address or RAY_ADDRESS, and has each of its

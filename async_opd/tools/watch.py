@@ -175,7 +175,9 @@ class Watch:
 
     def _config(self, wait_s: float) -> RunConfig:
         """The run's config. ConfigError if no run has begun within the time."""
-        if self.folder.is_file() or any(self.folder.glob(f"*/{FORMAT_FILE}")):
+        if self.folder.is_file() or any(
+            one.is_dir() and (one / FORMAT_FILE).exists() for one in foreign(self.folder).entries()
+        ):
             refuse_no_run(self.folder)
         file, since = foreign(self.folder) / "config.yaml", self.clock()
         if not file.exists() and wait_s > 0:

@@ -37,8 +37,11 @@ PATHS = {
 }
 """A server calls a model by its path unless it is given another name."""
 TEXTS = {"system_prompt", "response_prefix", "prompt_template", "image_placeholder"}
-OTHERS = {"grader", "targets", "template_date", "labels", "resources"}
-OPTIONS = {"options", "extra", "processor_kwargs", "chat_template_kwargs", "env", "runtime_env"}
+OTHERS = {"grader", "factory", "tools", "targets", "template_date", "labels", "resources"}
+OPTIONS = {
+    *("options", "extra", "processor_kwargs", "chat_template_kwargs", "kwargs", "env"),
+    "runtime_env",
+}
 """Keys whose texts are not names; every output that shows one escapes it."""
 
 

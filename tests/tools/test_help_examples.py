@@ -55,6 +55,8 @@ FAKED = {
 """Commands that start engines, and the fixture with their fakes; ``doctor --engines``, ``replay``
 and ``export --push`` have theirs in ``here``."""
 PARSED = {
+    "async_opd check config.yaml --cluster": "a running cluster",
+    "async_opd plan runs/first --gpus 8": "a run of more steps than its fake makes",
     "async_opd init": "a terminal, on which it asks",
     "async_opd export s3://bucket/runs/a/step_160 mirrored-160": "a bucket",
     "async_opd import run_qwen3_8b_fsdp.sh": "a file of another framework",
@@ -161,5 +163,5 @@ def test_the_examples_of_the_help_run_as_printed(
 def test_the_examples_that_are_only_parsed_are_in_the_help(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shown = [one for command in COMMANDS for one in examples(command, capsys)]
+    shown = [one for command in ("", *COMMANDS) for one in examples(command, capsys)]
     assert set(PARSED) <= set(shown)
