@@ -65,7 +65,7 @@ def rollouts(placeholder: int) -> list[Rollout]:
         plain = sequence(f"{name}/0", PARTS, prompt=1, vocabulary=60, top_k=K, seed=at)
         ids = np.where(plain.continuation < 12, 12, plain.continuation).astype(np.int32)
         first = replace(plain, continuation=ids).after(prompt)
-        first = replace(first, prompt=prompt)
+        first = replace(first, prompt=prompt, media=())
         other = ids.copy()
         other[-3:] = 61, 62, 63
         made += [first, replace(first, uid=f"{name}/1", continuation=other)]
