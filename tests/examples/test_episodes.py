@@ -12,7 +12,7 @@ from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.environments.tools import schemas_of
 from async_opd.models.tokenizer import Text
-from tests.cluster.test_run import Running
+from tests.cluster.test_run import Run, Running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("tools", "higher_lower")
@@ -87,3 +87,32 @@ def test_the_student_learns_to_succeed_as_its_teacher_does(name: str, tmp_path: 
     )
     assert sum(before) <= 0.5 * sum(teacher)
     assert sum(after) >= 0.95 * sum(teacher)
+
+
+@pytest.fixture(scope="module")
+def few_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four steps of the calculator's example, with real engines and processes."""
+    folder = tmp_path_factory.mktemp("few") / "run"
+    steps = ("train.steps=4", "train.batch_size=16", "async.sync_steps=2", "rollout.n=2")
+    few = ("eval.max_prompts=8", "eval.every=0", "log.wandb=off", "async.max_version_lag=1")
+    masks = "async.on_stale=mask"
+    return Running(folder, *steps, *few, masks, example=EXAMPLES / "tools.yaml").end(600)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_run_trains_episodes_of_real_engines(few_steps: Run) -> None:
+    assert few_steps.code == 0, few_steps.output
+    turns = few_steps.values("episode/turns")
+    assert len(turns) == 4
+    assert all(1 <= one <= 4 for one in turns)
+    assert sum(few_steps.values("episode/calls")) > 0
+    assert len(few_steps.values("staleness/masked_tokens")) == 4
+    assert few_steps.left == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_its_teacher_succeeds_by_its_tool(few_steps: Run) -> None:
+    assert few_steps.summary["eval_teacher/calculator/success"] >= 0.9
+    assert few_steps.summary["eval_teacher/calculator/tool_calls"] >= 0.9
