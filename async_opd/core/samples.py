@@ -171,8 +171,8 @@ class Rollout:
     images after the prompt's own, in order. ``routed_experts`` [T - 1, layers, k] are those that a
     mixture's engine chose for all tokens but the last; a rollout of several segments has none.
     ``episode`` has the facts of an episode with an environment. ``view`` is the sequence that the
-    teacher reads, where more than the prompt differs. ``fault``: why there is no answer; only of
-    evaluations and teachers' own answers, since a rollout for training is dead-lettered.
+    teacher reads, where more than the prompt differs. ``fault``: why the prompt has no answer; of
+    evaluations and teachers' own answers only, since a rollout for training is dead-lettered.
 
     LengthError for spans, versions, arrays and a view whose lengths disagree.
     """

@@ -90,7 +90,7 @@ def rows_of(spans: Sequence[Span]) -> tuple[Range, ...]:
 
 
 def segments_of(spans: Sequence[Span]) -> tuple[Range, ...]:
-    """The segments, which partition ``0..T``; one, also if there are no tokens."""
+    """The segments, which partition ``0..T``; one, also of an empty sequence."""
     later = [span.start for span in spans[1:] if span.origin == PROMPT]
     end = spans[-1].end if spans else 0
     return tuple(zip((0, *later), (*later, end), strict=True)) if later else ((0, end),)

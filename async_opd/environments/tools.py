@@ -73,9 +73,9 @@ def played(
 
 
 def _misfit(function: Callable[..., Any] | None, call: ToolCall, known: Mapping[str, Any]) -> str:
-    """Why there is no such call; '' if the tool is there and takes its arguments."""
+    """Why the call cannot be made; '' if the tool exists and takes its arguments."""
     if function is None:
-        return f"there is no tool {call.name!r}; the tools are {', '.join(known)}"
+        return f"the tool {call.name!r} does not exist; the tools are {', '.join(known)}"
     signature = inspect.signature(function)
     try:
         signature.bind(**call.arguments)

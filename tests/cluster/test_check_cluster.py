@@ -69,10 +69,10 @@ def test_nodes_that_differ_and_a_shortage_are_one_list_of_problems(
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     assert check("rollout.replicas=6") == 2
-    told = capsys.readouterr().err
-    assert "2 problems" in told
-    assert "NCCL_ALGO is nothing on the driver's node, Tree on" in told
-    assert "the pools need 9 GPUs, each engine's on one node; the cluster has 8" in told
+    shown = capsys.readouterr().err
+    assert "2 problems" in shown
+    assert "NCCL_ALGO is nothing on the driver's node, Tree on" in shown
+    assert "the pools need 9 GPUs, each engine's on one node; the cluster has 8" in shown
 
 
 @pytest.mark.engine
@@ -115,8 +115,8 @@ def test_code_of_a_user_that_nodes_lack_is_named_and_ray_brings_it(
     given = f"cluster.address={address}", "reward.grader=grades_here:f", "rollout.n=4"
     assert check(*given) == 0  # runs no code
     assert check(*given, "--load") == 2
-    told = capsys.readouterr().err
-    assert re.search(r"reward.grader: on .* No module named 'grades_here'", told)
+    shown = capsys.readouterr().err
+    assert re.search(r"reward.grader: on .* No module named 'grades_here'", shown)
     brought = "cluster.runtime_env={working_dir: code}"
     assert check(*given, brought, "cluster.env={MY_DATA: here}", "--load") == 0
 
@@ -129,9 +129,9 @@ def test_what_ray_refuses_of_the_runtime_env_is_named(
     given = f"cluster.address={address}", "cluster.runtime_env={working_dir: none_such}"
     assert check(*given) == 0  # an environment may run code
     assert check(*given, "--load") == 1
-    told = capsys.readouterr().err
-    assert "none_such" in told
-    assert "correct cluster.runtime_env" in told
+    shown = capsys.readouterr().err
+    assert "none_such" in shown
+    assert "correct cluster.runtime_env" in shown
 
 
 def test_without_a_named_cluster_it_is_bad_input(
@@ -139,9 +139,9 @@ def test_without_a_named_cluster_it_is_bad_input(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert check() == 2
-    told = capsys.readouterr()
-    assert (told.out, "no cluster is named" in told.err) == ("", True)
-    assert "set cluster.address=auto, or RAY_ADDRESS" in told.err
+    shown = capsys.readouterr()
+    assert (shown.out, "no cluster is named" in shown.err) == ("", True)
+    assert "set cluster.address=auto, or RAY_ADDRESS" in shown.err
 
 
 @pytest.mark.engine
@@ -152,6 +152,6 @@ def test_a_cluster_that_is_not_running_is_a_failure_with_a_remedy(
     for name, value in never.items():
         monkeypatch.setenv(name, value)
     assert check("cluster.address=127.0.0.1:9") == 1
-    told = capsys.readouterr().err
-    assert "the cluster at '127.0.0.1:9' did not answer" in told
-    assert "check cluster.address" in told
+    shown = capsys.readouterr().err
+    assert "the cluster at '127.0.0.1:9' did not answer" in shown
+    assert "check cluster.address" in shown

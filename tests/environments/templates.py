@@ -16,6 +16,7 @@ from async_opd.core.environments import AssistantMessage, Message, ToolCall
 from async_opd.models.tokenizer import Text
 from async_opd.models.turns import Turns
 from tests.models.turns.styles import (
+    ADD,
     CODER_CALL,
     DEEP_CALL,
     GLM_CALL,
@@ -29,17 +30,6 @@ from tests.models.turns.styles import (
 SECRET = "<|secret|>"
 """A special token that no template writes."""
 ROLES = ("system", "user", "assistant", "tool")
-ADD: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
-        },
-    },
-}
 CALL, OTHER, UNKNOWN = (
     ToolCall("add", {"a": 1, "b": "2 \n 3"}),
     ToolCall("add", {"a": -4, "b": '"}'}),

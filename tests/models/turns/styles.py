@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -32,6 +33,17 @@ DEEP_CALL = (
     "<call_begin>function<sep>{{ c.function.name }}\n```json\n"
     "{{ c.function.arguments | tojson }}\n```<call_end>"
 )
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+        },
+    },
+}
 ROLES = "<|im_start|>{{ m.role }}\n"
 TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
 LAST_USER = (

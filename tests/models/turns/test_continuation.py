@@ -14,19 +14,8 @@ from async_opd.core.arrays import Int32
 from async_opd.core.environments import AssistantMessage, Message, Opening, ToolCall
 from async_opd.models.tokenizer import Text
 from async_opd.models.turns import Turns
-from tests.models.turns.styles import STYLES
+from tests.models.turns.styles import ADD, STYLES
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "adds",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
-        },
-    },
-}
 QUESTION: Message = {"role": "user", "content": "how much?"}
 NEXT: Message = {"role": "user", "content": "and now?"}
 RESULT: Message = {"role": "tool", "name": "add", "content": "3"}
