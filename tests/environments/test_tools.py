@@ -50,7 +50,7 @@ def test_a_turn_without_any_call_ends_the_episode() -> None:
 def test_an_unknown_tool_is_a_message_with_the_names_of_all_and_counts() -> None:
     outcome = played(call("subtract", number=1))
     assert outcome.unknown == 1
-    assert "no tool 'subtract'" in json.loads(contents(outcome)[0])["error"]
+    assert "the tool 'subtract' does not exist" in json.loads(contents(outcome)[0])["error"]
     assert "add" in contents(outcome)[0]
 
 
