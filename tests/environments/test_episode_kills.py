@@ -7,12 +7,14 @@ import os
 import signal
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_opd.core.environments import AssistantMessage
+from async_opd.core.samples import Prompt
 from async_opd.environments.pool import PROGRAM, Environments
 from tests.environments.random_episodes import World, violations
 from tests.models.turns.styles import STYLES
@@ -50,6 +52,12 @@ class Killed(World):
         killing = asyncio.create_task(self._kill())
         await super().run()
         killing.cancel()
+
+    def _prompt(self, number: int) -> Prompt:
+        """The first prompt's environment dies at each try: its episodes end as dead letters."""
+        prompt = super()._prompt(number)
+        row = replace(prompt.row, fields={"then": "exit"} if number == 0 else {})
+        return replace(prompt, row=row)
 
     @property
     def pids(self) -> list[int]:

@@ -125,9 +125,11 @@ class Counter:
 class Announced(Counter):
     """Writes the number of its process when it begins."""
 
-    def reset(self, seed: int = 0) -> None:  # type: ignore[override]
+    def reset(self, then: str = "", seed: int = 0) -> None:  # type: ignore[override]
         with Path(self._tell).open("a") as file:
             file.write(f"{os.getpid()}\n")
+        if then:
+            _then(then)
 
 
 class HangsAtClose(Counter):
