@@ -327,9 +327,17 @@ class RunConfig(Section):
     @property
     def response_tokens(self) -> int:
         """The most sampled tokens of a rollout: those of all turns of an episode."""
+        return self._sampled(self.rollout.max_tokens)
+
+    @property
+    def answer_tokens(self) -> int:
+        """The most sampled tokens of a rollout, or of an answer of an evaluation."""
+        return self._sampled(max(self.rollout.max_tokens, self.eval.max_tokens or 0))
+
+    def _sampled(self, turn_tokens: int) -> int:
         if self.environment is None:
-            return self.rollout.max_tokens
-        most = self.rollout.max_tokens * self.environment.max_turns
+            return turn_tokens
+        most = turn_tokens * self.environment.max_turns
         return min(most, self.environment.max_tokens or most)
 
     @property

@@ -109,7 +109,7 @@ class EvaluationFiles:
             "uid": rollout.uid,
             "data_source": rollout.prompt.data_source,
             "prompt": self.decode(rollout.prompt.token_ids.tolist()),
-            "response": self.decode(rollout.response_ids.tolist()),
+            "response": "\n".join(self.decode(one.tolist()) for one in rollout.turns),
             "finish_reason": rollout.finish_reason,
             "score": None if grade is None else float(grade),
             "extracted": None if grade is None else grade.answer,

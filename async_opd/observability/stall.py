@@ -88,7 +88,7 @@ def most_tokens(config: RunConfig, evaluated: int) -> int:
     They are those of the (1 + s) K B samples in flight, or of the evaluation's prompts.
     """
     prompt = config.data.max_prompt_tokens or LONGEST_PROMPT
-    longest = max(config.response_tokens, config.eval.max_tokens or 0) + config.context_tokens
+    longest = config.answer_tokens + config.context_tokens
     length = config.rollout.engine.max_model_len or prompt + longest
     turns = 1 if config.environment is None else config.environment.max_turns  # each a request
     return max(config.max_in_flight, evaluated) * length * turns * STAGES
@@ -100,7 +100,7 @@ def teachers_s(config: RunConfig, prompts: Sequence[Prompt], sampling: SamplingS
     for name, teacher in config.teachers.items():
         health = teacher.health
         own = [prompt for prompt in prompts if prompt.teacher == name]
-        longest = max(sampling.max_tokens, config.response_tokens + config.context_tokens)
+        longest = max(sampling.max_tokens, config.answer_tokens + config.context_tokens)
         tokens = sum(len(p.token_ids) + sampling.n * longest for p in own)
         together_s = health.timeout_s + tokens / health.min_tokens_per_s
         if (played := config.environment) is not None:

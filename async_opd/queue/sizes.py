@@ -233,7 +233,7 @@ class EpisodeBounds:
         played = config.environment
         if played is None:
             return None
-        tokens = config.response_tokens + config.context_tokens
+        tokens = config.answer_tokens + config.context_tokens
         return cls(tokens, played.timeouts.episode_s, played.concurrency)
 
 

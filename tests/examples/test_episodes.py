@@ -96,7 +96,8 @@ def few_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
     steps = ("train.steps=4", "train.batch_size=16", "async.sync_steps=2", "rollout.n=2")
     few = ("eval.max_prompts=8", "eval.every=0", "log.wandb=off", "async.max_version_lag=1")
     masks = "async.on_stale=mask"
-    return Running(folder, *steps, *few, masks, example=EXAMPLES / "tools.yaml").end(600)
+    cold = "cold_start={steps: 2, answers: teacher, lr: 1e-5}"
+    return Running(folder, *steps, *few, masks, cold, example=EXAMPLES / "tools.yaml").end(600)
 
 
 @pytest.mark.engine
@@ -109,6 +110,12 @@ def test_a_run_trains_episodes_of_real_engines(few_steps: Run) -> None:
     assert sum(few_steps.values("episode/calls")) > 0
     assert len(few_steps.values("staleness/masked_tokens")) == 4
     assert few_steps.left == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_it_begins_with_episodes_of_its_teacher(few_steps: Run) -> None:
+    assert len(few_steps.values("cold_start/loss")) == 2
 
 
 @pytest.mark.engine

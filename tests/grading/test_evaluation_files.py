@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import DeadLetter
+from async_opd.core.sequence import spans_of
 from async_opd.grading.evaluation import Answer, EvaluationResult
 from async_opd.grading.evaluation_files import EVALS, EvaluationFiles, forget_others
 from async_opd.grading.graders import Grade
@@ -50,6 +52,15 @@ def test_a_line_has_texts_grade_and_versions_of_an_answer(tmp_path: Path) -> Non
             "versions": [[3, 0, 4]],
         }
     ]
+
+
+def test_the_turns_of_an_episode_are_lines_of_its_response(tmp_path: Path) -> None:
+    spans = spans_of((("prompt", 3), ("student", 1), ("tool", 1), ("student", 2)))
+    plain = make_rollout(tokens=3)
+    then = np.array([7, 5, 8, 9], np.int32)
+    episode = replace(plain, continuation=then, spans=spans)
+    files(tmp_path).write("step_4", EvaluationResult({}, (Answer(episode, Grade(1.0)),)))
+    assert lines(tmp_path / EVALS / "step_4.jsonl")[0]["response"] == "7\n8 9"
 
 
 def with_image(encoded: bytes, uid: str = "p/0") -> Answer:

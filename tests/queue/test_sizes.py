@@ -168,6 +168,15 @@ def test_prompts_are_asked_in_calls_whose_answers_are_one_message() -> None:
     assert len(list(calls(prompts * 10, short))) == 1
 
 
+def test_the_bounds_of_episodes_are_those_of_training_and_of_evaluations() -> None:
+    played = "environment={kind: tools, tools: ['m:f'], max_turns: 3, max_observation_tokens: 10}"
+    lengths = ("rollout.max_tokens=20", "eval.max_tokens=50")
+    for most, tokens in (("null", 3 * 50), ("40", 40)):
+        bounds = EpisodeBounds.of(config(played, *lengths, f"environment.max_tokens={most}"))
+        assert bounds is not None
+        assert bounds.tokens == tokens + 2 * 10
+
+
 @pytest.mark.parametrize(("every", "keep", "steps"), [(10, 2, 80), (10, 9, 200), (0, 2, 200)])
 def test_steps_since_the_oldest_kept_checkpoint_are_those_of_all_that_are_kept(
     every: int, keep: int, steps: int
