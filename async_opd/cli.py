@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
 import os
 import sys
@@ -42,65 +43,44 @@ speeds by which the next one is planned:
   async_opd run    config.yaml --run-dir runs/first
   async_opd plan   runs/first --gpus 8
 """
-RUN = """\
-Starts the engines, trains all steps, and writes the student, metrics and checkpoints into the run
-directory (runs/NAME-DATE unless --run-dir or the config names one). The first SIGINT or SIGTERM
-ends the run with a checkpoint, a second SIGINT ends it at once.
-
-  async_opd run config.yaml
-  async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6
-  async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6 --resume
-"""
+FIRST_STEPS, REPORT = "tools.first_steps.command", "tools.report.command"
 GROUPS = {
     "start": {
-        "quickstart": (
-            "tools.first_steps.command:add_quickstart",
-            "train a first run, on models and data that come along",
-        ),
-        "init": ("tools.first_steps.command:add_init", "write a first config"),
-        "import": (
-            "tools.importing.command:add_import",
-            "turn a run of verl, TRL, prime-rl … into a config",
-        ),
-        "completion": (
-            "tools.first_steps.command:add_completion",
-            "print a shell's completion script",
-        ),
+        "quickstart": (FIRST_STEPS, "train a first run, on models and data that come along"),
+        "init": (FIRST_STEPS, "write a first config"),
+        "import": ("tools.importing.command", "turn a run of verl, TRL, prime-rl … into a config"),
+        "completion": (FIRST_STEPS, "print a shell's completion script"),
     },
     "before": {
-        "check": ("tools.check:add_check", "check a config and its inputs; starts nothing"),
-        "doctor": ("tools.doctor.command:add_doctor", "examine what a run would meet here"),
+        "check": ("tools.check", "check a config and its inputs; starts nothing"),
+        "doctor": ("tools.doctor.command", "examine what a run would meet here"),
         "qualify": (
-            "tools.qualify.command:add_qualify",
+            "tools.qualify.command",
             "measure the parts without proof on this machine's GPUs",
         ),
-        "probe": (
-            "tools.probe.command:add_probe",
-            "measure whether the teachers will teach the student",
-        ),
-        "plan": ("tools.plan.command:add_plan", "predict throughput and staleness, advise sizes"),
+        "probe": ("tools.probe.command", "measure whether the teachers will teach the student"),
+        "plan": ("tools.plan.command", "predict throughput and staleness, advise sizes"),
     },
     "run": {
-        "run": ("cli:add_run", "train the student of a config"),
-        "watch": ("tools.watch:add_watch", "show a run that runs elsewhere"),
+        "run": ("cli", "train the student of a config"),
+        "watch": ("tools.watch", "show a run that runs elsewhere"),
     },
     "after": {
-        "report": ("tools.report.command:add_report", "write report.html of a run"),
-        "compare": ("tools.report.command:add_compare", "compare several runs"),
-        "eval": ("tools.evaluate:add_eval", "evaluate a model alone"),
-        "export": ("tools.export:add_export", "write a trained student"),
+        "report": (REPORT, "write report.html of a run"),
+        "compare": (REPORT, "compare several runs"),
+        "eval": ("tools.evaluate", "evaluate a model alone"),
+        "export": ("tools.export", "write a trained student"),
     },
     "deeper": {
-        "inspect": ("tools.inspecting.command:add_inspect", "show the tokens of a sample"),
-        "replay": ("tools.replay.command:add_replay", "compute a step again"),
-        "dashboard": (
-            "tools.dashboard:add_dashboard",
-            "save a wandb workspace for the runs of a project",
-        ),
+        "inspect": ("tools.inspecting.command", "show the tokens of a sample"),
+        "replay": ("tools.replay.command", "compute a step again"),
+        "dashboard": ("tools.dashboard", "save a wandb workspace for the runs of a project"),
     },
 }
-"""Each command's function that adds its arguments to its parser, and its line in the help.
+"""Each command's module, and its line in the help.
 
+The function ``add_NAME`` of the module adds the command's arguments to its parser, and has the
+command's help as its docstring.
 The groups and their commands are in the order of use.
 """
 COMMANDS = {name: added for group in GROUPS.values() for name, added in group.items()}
@@ -220,11 +200,13 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     root = _Parser(prog="async_opd", description=ABOUT)
     root.add_argument("--version", action="version", version=f"async_opd {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for name, (place, about) in COMMANDS.items():
+    for name, (module, about) in COMMANDS.items():
         sub = commands.add_parser(name, help=about)
         sub.set_defaults(parser=sub)
         if command in (None, name):
-            _loaded(place)(sub)
+            add = _loaded(f"{module}:add_{name}")
+            sub.description = inspect.getdoc(add)
+            add(sub)
     return root
 
 
@@ -235,8 +217,16 @@ def _loaded(place: str) -> Any:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd run``."""
-    parser.description = RUN
+    """Starts the engines, trains all steps, and writes the student into the run directory.
+
+    Metrics and checkpoints are there, too: in runs/NAME-DATE unless --run-dir or the config names
+    another one. The first SIGINT or SIGTERM ends the run with a checkpoint, a second SIGINT ends it
+    at once.
+
+      async_opd run config.yaml
+      async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6
+      async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6 --resume
+    """
     add_config(parser)
     add_run_dir(parser)
     what = "continue the run in --run-dir after its newest checkpoint"

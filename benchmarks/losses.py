@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from async_opd.tools.qualify.measurements.loss_problem import (
+from async_opd.tools.qualify.measurements.losses import (
     Problem,
     difference,
     ours,

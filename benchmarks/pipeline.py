@@ -60,7 +60,8 @@ def mean_length(lengths: Lengths = LENGTHS) -> float:
 class Case:
     """One run. ``scale`` multiplies pools and batch; ``rate`` is the trainer's, in samples/s.
 
-    ``warm_up`` weight versions pass before anything is measured.
+    ``warm_up`` weight versions pass before anything is measured. ``slots``: requests that run on a
+    replica of the student; ``scored``: rollouts of a batch of a teacher's replica.
     """
 
     name: str
@@ -72,22 +73,30 @@ class Case:
     top_k: int = 16
     warm_up: int = 3
     lengths: Lengths = LENGTHS
+    students: int = 16
+    teachers: int = 4
+    slots: int = 32
+    scored: int = 32
+    cluster: str | None = None  # the address of the one to join
+    payloads: str = "auto"  # queue.payloads
 
     def limits(self, tokens: float) -> dict[str, float]:
         """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
         decode, score, train = speeds(self)
         size, teachers, students = self.pools
-        lap = decode.step(SLOTS) * (tokens - PROMPT_TOKENS)
+        lap = decode.step(self.slots) * (tokens - PROMPT_TOKENS)
         return {
             "train": size / train.seconds(size * tokens),
-            "teachers": teachers * SCORED / score.seconds(SCORED * tokens),
-            "rollout": students * SLOTS / lap,
+            "teachers": teachers * self.scored / score.seconds(self.scored * tokens),
+            "rollout": students * self.slots / lap,
         }
 
     @property
     def pools(self) -> tuple[int, int, int]:
         """Samples of a batch, replicas of the teacher and of the student."""
-        return round(self.batch * self.scale), round(4 * self.scale), round(16 * self.scale)
+        sizes = (self.batch, self.teachers, self.students)
+        batch, teachers, students = (round(size * self.scale) for size in sizes)
+        return batch, teachers, students
 
     @property
     def config(self) -> RunConfig:
@@ -100,7 +109,7 @@ class Case:
                     "t": {
                         "model": "simulated",
                         "replicas": teachers,
-                        "engine": {"max_num_seqs": 32},
+                        "engine": {"max_num_seqs": self.scored},
                     }
                 },
                 "data": {"train": "none.jsonl"},
@@ -109,12 +118,13 @@ class Case:
                     "replicas": students,
                     "n": 1,
                     "max_tokens": self.lengths.most,
-                    "engine": {"max_num_seqs": 32},
+                    "engine": {"max_num_seqs": self.slots},
                 },
                 "train": {"steps": 10**6, "batch_size": size},
                 "async": {"staleness_threshold": self.s, "sync_steps": self.sync_steps},
                 "eval": {"every": 0},
-                "cluster": {"device": "cpu"},
+                "cluster": {"device": "cpu", "address": self.cluster},
+                "queue": {"payloads": self.payloads},
             }
         )
 
@@ -132,10 +142,6 @@ CASES = {
 }
 
 
-SLOTS, SCORED = 32, 32
-"""Requests that run on a replica of the student, rollouts of a teacher's batch."""
-
-
 def speeds(case: Case) -> tuple[RolloutPlan, TeacherPlan, TrainPlan]:
     """The stages' speeds at full occupancy: the case's rate, teachers 5 %, rollout 10 % above it.
 
@@ -143,12 +149,13 @@ def speeds(case: Case) -> tuple[RolloutPlan, TeacherPlan, TrainPlan]:
     """
     mean = mean_length(case.lengths)
     tokens = mean + PROMPT_TOKENS
-    step = 16 * case.scale * SLOTS / (case.rate * MARGIN**2 * mean)
-    step_s = step / (1 + SLOTS / 64)
+    step = case.students * case.scale * case.slots / (case.rate * MARGIN**2 * mean)
+    step_s = step / (1 + case.slots / 64)
     decode = RolloutPlan(step_s=step_s, step_s_per_request=step_s / 64)
-    per_replica = case.rate * MARGIN * tokens / (4 * case.scale)  # tokens/s, overhead included
-    seconds = SCORED * tokens / per_replica - 0.005
-    score = TeacherPlan(overhead_s=0.005, tokens_per_s=SCORED * tokens / seconds)
+    # tokens/s, overhead included
+    per_replica = case.rate * MARGIN * tokens / (case.teachers * case.scale)
+    seconds = case.scored * tokens / per_replica - 0.005
+    score = TeacherPlan(overhead_s=0.005, tokens_per_s=case.scored * tokens / seconds)
     overhead_s = 0.02
     size = 128 * case.scale
     step_seconds = size / case.rate - overhead_s
@@ -223,7 +230,7 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
     factories = Factories(
         student=Factory(
             "benchmarks.simulated.replicas:SimulatedStudent",
-            (decode, SLOTS, case.lengths, train.sync_s),
+            (decode, case.slots, case.lengths, train.sync_s),
         ),
         teacher=Factory("benchmarks.simulated.replicas:SimulatedTeacher", (score, case.top_k)),
         trainer=Factory("benchmarks.simulated.trainer:build_simulated_trainer", (train,)),

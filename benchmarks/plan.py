@@ -29,9 +29,7 @@ from async_opd.tools.plan.setting import Setting
 from async_opd.tools.plan.sim.simulation import simulate
 from benchmarks.pipeline import (
     CASES,
-    LENGTHS,
     PROMPT_TOKENS,
-    SLOTS,
     Case,
     measure,
     speeds,
@@ -48,8 +46,8 @@ def setting(case: Case, samples: int) -> Setting:
     plan = PlanConfig.model_validate(
         {
             "prompt_tokens": PROMPT_TOKENS,
-            "response_tokens": LENGTHS.mean,
-            "response_sigma": LENGTHS.sigma,
+            "response_tokens": case.lengths.mean,
+            "response_sigma": case.lengths.sigma,
             "rollout": decode,
             "teachers": {"t": score},
             "train": train,
@@ -58,7 +56,7 @@ def setting(case: Case, samples: int) -> Setting:
     found = setting_of(config, plan, "benchmarks.plan")
     warm_up = case.warm_up * config.async_.sync_steps
     steps = warm_up + samples // config.train.batch_size
-    rollout = replace(found.rollout, in_flight=SLOTS)  # simulated engines have no queue
+    rollout = replace(found.rollout, in_flight=case.slots)  # simulated engines have no queue
     return replace(found, rollout=rollout, steps=steps)
 
 

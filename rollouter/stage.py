@@ -23,20 +23,21 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 from async_opd.config.sections.reliability import SupervisionConfig
-from async_opd.core.errors import RolloutFault, StageTimeout
+from async_opd.core.errors import Displaced, RolloutFault, StageError, StageTimeout
 from async_opd.core.reports import Events, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import Event, EventLog
-from async_opd.processes.members import Member, MemberSet, Policy, Probe
+from async_opd.processes.members import Member, MemberSet, Places, Policy, Probe
 from async_opd.queue.sizes import EpisodeBounds, calls
-from async_opd.waiting.deadline import Timer, gather_or_cancel, race
+from async_opd.waiting.deadline import Deadline, Timer, gather_or_cancel, race
 from async_opd.waiting.liveness import ANSWER_S, CombinedProgress
 from async_opd.waiting.waits import Waits
 
@@ -81,7 +82,7 @@ class RollouterStage:
 
     def __init__(
         self,
-        replicas: Mapping[str, RolloutReplica],
+        replicas: Mapping[str, RolloutReplica | None],
         queue: Queue,
         rebuild: RebuildStudent | None = None,
         supervision: SupervisionConfig | None = None,
@@ -92,25 +93,28 @@ class RollouterStage:
         pool: str = "rollout",
         start_s: float = math.inf,
         displaced: Probe[RolloutReplica] | None = None,
+        places: Places | None = None,
+        quiet: Callable[[], Coroutine[Any, Any, Any]] | None = None,
         episodes: EpisodeBounds | None = None,
     ) -> None:
-        """Without ``rebuild`` a replica that fails is GONE.
+        """Without ``rebuild`` a replica that fails is GONE. One of None is absent: see MemberSet.
 
         No replica takes or answers prompts before ``current`` is set: one of them may have older
         weights than it should. None: all of them may from the start.
 
         ``answer_s`` bounds the answer of each replica to ``progress``; see liveness.answer_s.
-        ``start_s`` and ``displaced``: see Policy. ``episodes``: the bounds of answers that are
-        episodes.
+        ``start_s``, ``displaced`` and ``places``: see Policy. ``quiet`` returns when no weight sync
+        is under way. ``episodes``: the bounds of answers that are episodes.
         """
-        self._episodes = episodes
+        self._episodes, self._queue, self._quiet = episodes, queue, quiet
         self._served: Counter[str] = Counter()  # reports, one a step, with finished rollouts
         policy = Policy[RolloutReplica](
             supervision=supervision or SupervisionConfig(),
             serve=self._serve,
             alive=self._alive,
-            leave=lambda member: queue.release(PROMPTS, member.value.consumer),
+            leave=self._leave,
             displaced=displaced,
+            places=places,
             rebuild=rebuild,
             reached=lambda member: self._served[member.name],
             needed=1,
@@ -197,6 +201,23 @@ class RollouterStage:
         await self._current.wait()
         await member.value.run()
 
+    async def _leave(self, member: Member[RolloutReplica]) -> None:
+        """Its groups go back to their topic; one whose node drains stops with them before.
+
+        Such a one stays until a weight sync under way has ended: the trainer would wait for it.
+        """
+        drains = isinstance(member.failure, Displaced)
+        bound = self.members.policy.supervision.timeout_s
+        if drains:
+            stopping = self.members.call(member, bound, "stopping", lambda one: one.stop())
+            with suppress(StageError):  # its node is lost by now
+                await stopping
+        await self._queue.release(PROMPTS, member.value.consumer)
+        if drains and self._quiet is not None:
+            with suppress(StageTimeout):
+                deadline = Deadline(member.name, self.members.timer)
+                await deadline.within(bound, "a weight sync", self._quiet())
+
     async def _alive(self, member: Member[RolloutReplica]) -> None:
         bound = self.members.policy.supervision.timeout_s
         await self.members.call(member, bound, "a heartbeat", lambda replica: replica.alive())
@@ -233,8 +254,8 @@ class Evaluators:
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Answers of one version, the newest when it begins; see RollouterStage.generate.
 
-        It begins anew after a replica was rebuilt, which then has a later version: as often as
-        ``supervision.max_restarts`` allows.
+        It begins anew after a replica was rebuilt or has joined, which then has a later version: as
+        often as ``supervision.max_restarts`` allows, and once for each growth and drain.
         """
         while True:
             await self._refresh()

@@ -23,7 +23,8 @@ def check(name: str, rollouts: Batch, samples: Batch) -> None:
 
     The uids must be those of the rollouts, in order, and every sample must pass the checks of
     ``Sample``. Log-probabilities are float32 and at most 0, ids int32, not negative and distinct at
-    each position, states of the dtype that the scores name.
+    each position, states of the dtype that the scores name. Payloads that are stored elsewhere were
+    checked where they were made.
     """
     asked = [header.uid for header in rollouts.headers]
     got = [header.uid for header in samples.headers]
@@ -31,6 +32,8 @@ def check(name: str, rollouts: Batch, samples: Batch) -> None:
         raise StageError(
             name, f"asked to score {len(asked)} rollouts, it answered with {len(got)} other samples"
         )
+    if any(samples.stored):
+        return
     if sum(header.nbytes for header in samples.headers) != samples.nbytes:
         raise StageError(name, f"its answer of {samples.nbytes} bytes does not fit its headers")
     try:

@@ -40,6 +40,7 @@ class _MemberLoad(Generic[Replica]):
     tokens: int = 0
     in_flight: int = 0
     sequence: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def has_room(self) -> bool:
@@ -121,9 +122,18 @@ class Balancer(Generic[Replica]):
         reservation._held = False
         load = reservation._load
         load.in_flight -= 1
+        if not load.in_flight:
+            load.idle.set()
         load.tokens -= reservation.tokens
         self._changed(load)
         self._serve()
+
+    async def idle(self, member: Member[Replica]) -> None:
+        """Returns when no call is in flight on the current incarnation of a member."""
+        load = self._loads[member]
+        while load.in_flight:
+            load.idle.clear()
+            await load.idle.wait()
 
     def _follow(self, event: Event) -> None:
         """Applies an event: a new incarnation has nothing in flight, a member gone gets no work.

@@ -11,6 +11,7 @@ from async_opd.core.errors import Displaced
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
+from async_opd.processes.members import Places
 
 
 class ScoringReplica(Protocol):
@@ -61,11 +62,14 @@ class RebuildTeacher(Protocol):
     """Replaces replicas. ``async_opd.cluster`` implements it, since it can start processes."""
 
     async def __call__(self, teacher: str, index: int, old: Any) -> ScoringReplica:
-        """Ends the old replica and starts another. Raises if either fails."""
+        """Ends the old replica, if any, and starts another. Raises if either fails."""
         ...
 
     async def displaced(self, old: Any) -> Displaced | None:
         """The error of a replica that lost its machine or its GPUs; None of any other."""
+
+    def places(self, teacher: str) -> Places | None:
+        """The places of its replicas in the cluster; None where these stay on their machine."""
 
     async def close(self) -> None:
         """Ends every replica that this object started."""

@@ -14,12 +14,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import EndpointHealth, HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.errors import RolloutFault, StageError, StageTimeout
+from async_opd.core.errors import Displaced, RolloutFault, StageError, StageTimeout
 from async_opd.core.reports import StageReport
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
@@ -44,7 +45,7 @@ class ReplicaSlots:
     def __init__(
         self,
         teacher: str,
-        replicas: Sequence[ScoringReplica],
+        replicas: Sequence[ScoringReplica | None],
         health: Health,
         rebuild: RebuildTeacher | None = None,
         supervision: SupervisionConfig | None = None,
@@ -57,6 +58,7 @@ class ReplicaSlots:
         """``asleep``: the replicas share GPUs, and sleep now.
 
         They work, and are probed and rebuilt, only in their turn: between ``wake`` and ``sleep``.
+        A replica of None is absent: see MemberSet.
         ``start_s``: see Policy.
         """
         self.probe_batch: Batch | None = None
@@ -78,9 +80,11 @@ class ReplicaSlots:
         policy = Policy[ScoringReplica](
             supervision=supervision or SupervisionConfig(),
             probe=self._probe,
+            leave=self._leave,
             probes=health.probes if isinstance(health, HealthConfig) else math.inf,
             patience_s=health.patience_s if isinstance(health, EndpointHealth) else math.inf,
             displaced=None if rebuilds is None else lambda m: rebuilds.displaced(m.value),
+            places=None if rebuilds is None else rebuilds.places(teacher),
             rebuild=None if rebuilds is None else self._rebuilt,
             reached=lambda member: self._successes[member.name],
             start_s=start_s,
@@ -90,8 +94,11 @@ class ReplicaSlots:
         self.balancer = Balancer(self.members, IN_FLIGHT)
 
     @property
-    def replicas(self) -> list[ScoringReplica]:
-        """The replicas of all members, also of those that do not serve."""
+    def replicas(self) -> list[ScoringReplica | None]:
+        """The replicas of all members, also of those that do not serve; None if none ever did.
+
+        A dead one has to be ended before its name is free in Ray.
+        """
         return [member.value for member in self.members.all]
 
     @property
@@ -122,6 +129,14 @@ class ReplicaSlots:
         self.tokens += reservation.tokens
         self._successes[reservation.member.name] += 1
         return result
+
+    async def _leave(self, member: Member[ScoringReplica]) -> None:
+        """Waits for the calls in flight on a replica whose node drains; see Policy.leave."""
+        if isinstance(member.failure, Displaced):
+            bound = self._bound(sum(self.balancer.outstanding_tokens))
+            with suppress(StageTimeout):
+                idle = self.balancer.idle(member)
+                await self._deadline.within(bound, "finishing its calls", idle)
 
     def _bound(self, tokens: int) -> float:
         """Seconds that a call may take on a replica with so many tokens outstanding."""

@@ -112,6 +112,12 @@ class _OpenRequest:
         self.found[low : low + len(values)] = values
         self.filled = max(self.filled, low + len(values))
 
+    def ids_on(self, device: torch.device) -> torch.Tensor:
+        """The ids there; copied once, from pinned memory: the host does not wait for a GPU."""
+        if self.ids.device != device:
+            self.ids = self.ids.pin_memory().to(device, non_blocking=True)
+        return self.ids
+
     def answer(self) -> torch.Tensor:
         """The values of all rows; ``NO_ROWS`` if one was missed."""
         return NO_ROWS if self.missed or self.found is None else self.found
@@ -197,7 +203,8 @@ class RowScores:
         if wanted.states:
             values = states.view(torch.int16) if states.dtype == torch.bfloat16 else states
         else:
-            ids = torch.cat([part.request.ids[part.low : part.high] for part in parts])
+            device = states.device
+            ids = torch.cat([part.request.ids_on(device)[part.low : part.high] for part in parts])
             values = self.score(states, ids, wanted.top_k, wanted.temperature)
         counts = [part.high - part.low for part in parts]
         for part, rows in zip(parts, torch.split(values, counts), strict=True):
@@ -206,7 +213,7 @@ class RowScores:
     def score(
         self, states: torch.Tensor, ids: torch.Tensor, top_k: int, temperature: float = 1.0
     ) -> torch.Tensor:
-        """Int32 bits [n, ``RowRequest.width``] of states [n, H] and ids [n, columns].
+        """Int32 bits [n, ``RowRequest.width``] of states [n, H] and ids [n, columns] beside them.
 
         The bits are float32 log-probabilities of softmax(logits / temperature) over the
         vocabulary, then ids. A token without a row in the head has -inf, and so has a rest without
@@ -215,7 +222,6 @@ class RowScores:
         """
         budget = CHUNK_BYTES.get(states.device.type, CHUNK_BYTES_GPU)
         size = max(1, budget // (4 * self.vocabulary))
-        ids = ids.to(states.device)
         found = [
             _scored(self.logits(part), wanted, top_k, temperature)
             for part, wanted in zip(torch.split(states, size), torch.split(ids, size), strict=True)

@@ -49,7 +49,7 @@ class ScorerStage:
 
     def __init__(
         self,
-        teachers: Mapping[str, Sequence[ScoringReplica]],
+        teachers: Mapping[str, Sequence[ScoringReplica | None]],
         queue: Queue,
         batch_sizes: Mapping[str, int],
         health: Mapping[str, Health] | None = None,
@@ -126,12 +126,25 @@ class ScorerStage:
                     group.create_task(self._fill_backlog(name), name=f"teacher {name} holds")
                     continue
                 for index in range(IN_FLIGHT * len(pool.slots.members.left)):
-                    group.create_task(self._score(name), name=f"teacher {name} loop {index}")
+                    name_of_loop = f"teacher {name} loop {index}"
+                    group.create_task(self._score(name, index), name=name_of_loop)
 
-    async def _score(self, teacher: str) -> None:
+    async def _score(self, teacher: str, index: int) -> None:
+        """One loop: as many of them take rollouts as there are replicas to score."""
         topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
+        members = self._pools[teacher].slots.members
+
+        def has_replica() -> bool:
+            return index < IN_FLIGHT * max(len(members.present), 1)  # one to raise NoReplica
+
         done: int | None = None
         while True:
+            if not has_replica():
+                if done is not None:
+                    with suppress(LeaseExpired):  # as in ``_next``
+                        await self._leases.ack(topic, done)
+                done = None
+                await members.until(has_replica)
             lease = await self._next(topic, size, done, self._call_tokens.get(teacher))
             await self._put(teacher, await self._pools[teacher].score(Batch.join(lease.batches)))
             done = lease.id
@@ -297,7 +310,9 @@ class ScorerStage:
             found[name] = replace(report, waits_for=waits, counters=counters, spans=spans)
         return found
 
-    async def hand_over(self) -> tuple[dict[str, list[ScoringReplica]], RebuildTeacher | None]:
+    async def hand_over(
+        self,
+    ) -> tuple[dict[str, list[ScoringReplica | None]], RebuildTeacher | None]:
         """Stops scoring. Returns the current replicas, and the object that ends rebuilt ones.
 
         A scoring phase ends, and its teachers sleep, because their hosts will wake up.
@@ -322,7 +337,7 @@ class ScorerStage:
 
 
 def _pools(
-    teachers: Mapping[str, Sequence[ScoringReplica]],
+    teachers: Mapping[str, Sequence[ScoringReplica | None]],
     health: Mapping[str, Health],
     rebuild: RebuildTeacher | None,
     supervision: SupervisionConfig | None,

@@ -16,6 +16,7 @@ from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
 
 if TYPE_CHECKING:
+    from tests.world.cli import Cli
     from tests.world.training import FakeTraining
 
 # Ray gives its workers niceness 15. A test beside them that computes in a process of its own takes
@@ -110,6 +111,24 @@ def quickstart() -> str:
     from pathlib import Path
 
     return str(Path(__file__).parent.parent / "examples" / "quickstart")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs commands of async_opd; returns what they print."""
+    from tests.world.cli import Cli
+
+    return Cli(capsys)
+
+
+@pytest.fixture
+def empty_store() -> Iterator[None]:
+    """Nothing is behind ``memory://`` URLs, before a test and after it."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    MemoryFileSystem.store.clear()
+    yield
+    MemoryFileSystem.store.clear()
 
 
 @pytest.fixture

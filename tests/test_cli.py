@@ -13,65 +13,61 @@ import pytest
 
 from async_opd.cli import COMMANDS, GROUPS, NO_READER, main
 from tests.checks.inputs import FEW
+from tests.world.cli import Cli
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = str(ROOT / "examples" / "quickstart.yaml")
 
 
-def test_check_exits_0_and_prints_the_resolved_config_and_the_pools(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["check", EXAMPLE]) == 0
-    printed = capsys.readouterr().out
+def test_check_exits_0_and_prints_the_resolved_config_and_the_pools(cli: Cli) -> None:
+    printed = cli("check", EXAMPLE).out
     assert "sync_steps: 4" in printed
     assert "teachers.reverse" in printed
 
 
 @pytest.mark.parametrize("columns", ["80", None])
 def test_check_has_whole_paths_of_models_at_any_width(
-    columns: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    columns: str | None, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / ("folder" * 10) / "student"
     shutil.copytree(ROOT / "examples" / "quickstart" / "models" / "student", model)
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
-    assert main(["check", EXAMPLE, *FEW, f"student.model={model}"]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    rows = [
+        line
+        for line in cli("check", EXAMPLE, *FEW, f"student.model={model}").out.splitlines()
+        if line.startswith("│")
+    ]
     pools = [row.split() for row in rows if str(model) in row]
     assert [(row[1], row[-2]) for row in pools] == [("rollout", str(model)), ("train", str(model))]
 
 
 def test_check_says_that_only_a_run_asks_the_cluster_for_its_device(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert main(["check", EXAMPLE, *FEW]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    words = " ".join(cli("check", EXAMPLE, *FEW).out.split())
     assert "auto is taken for cuda here; a run asks the cluster at 10.0.0.1:6379" in words
 
 
 def test_check_prints_what_a_step_moves_and_what_the_queue_holds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(["check", EXAMPLE, "loss={kind: forward_kl, top_k: 8}", "rollout.max_tokens=32"])
+    changes = ["loss={kind: forward_kl, top_k: 8}", "rollout.max_tokens=32"]
+    main(["check", EXAMPLE, *changes, "queue.payloads=reference"])
     printed = capsys.readouterr().out
     assert "teacher sort: teacher_topk, 8 bytes a response token of a rollout, 80 of a" in printed
     assert "with 32 response tokens: a rollout" in printed
     assert "a step moves" in printed
+    assert "0 B and more stay on their teacher's node" in printed
 
 
-def test_flags_and_overrides_in_any_order_set_their_keys(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_flags_and_overrides_in_any_order_set_their_keys(cli: Cli) -> None:
     """A name that looks like a number stays a name."""
     flags = ["--staleness-threshold", "2", "--sync-steps", "9", "--run-dir", "2026"]
     overrides = ["--set", "train.steps=8", "--set", "seed=5", "seed=4", "rollout.n=4"]
-    assert main(["check", EXAMPLE, *FEW, "eval.every=7", *flags, *overrides]) == 0
-    printed = capsys.readouterr().out
+    printed = cli("check", EXAMPLE, *FEW, "eval.every=7", *flags, *overrides).out
     for line in ("staleness_threshold: 2.0", "sync_steps: 9", "run_dir: '2026'", "every: 7"):
         assert f"{line}\n" in printed
     for line in ("steps: 8", "seed: 5", "  n: 4"):
@@ -79,11 +75,10 @@ def test_flags_and_overrides_in_any_order_set_their_keys(
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_bad_input_exits_2_and_says_everything(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, EXAMPLE, "eval.grader=nonsense", "student.model=/no/such/model"]) == 2
-    printed = capsys.readouterr().err
+def test_bad_input_exits_2_and_says_everything(command: str, cli: Cli) -> None:
+    printed = cli(
+        command, EXAMPLE, "eval.grader=nonsense", "student.model=/no/such/model", code=2
+    ).err
     assert "eval.grader" in printed
     assert "/no/such/model" in printed
 
@@ -154,11 +149,9 @@ def test_help_says_what_the_command_does_with_an_example_and_the_exit_codes(
 
 
 @pytest.mark.parametrize("form", [[], ["--set"]])
-def test_a_wrong_override_is_told_alike_in_both_forms(
-    form: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", EXAMPLE, *form, "train.stps=8"]) == 2
-    assert "command line: train.stps: unknown key (value 8)" in capsys.readouterr().err
+def test_a_wrong_override_is_told_alike_in_both_forms(form: list[str], cli: Cli) -> None:
+    printed = cli("check", EXAMPLE, *form, "train.stps=8", code=2)
+    assert "command line: train.stps: unknown key (value 8)" in printed.err
 
 
 @pytest.mark.parametrize("command", ["run", "check", "report"])
@@ -189,10 +182,9 @@ def test_a_mistyped_command_or_option_is_answered_with_what_was_meant(
     assert words[0] == "chekc" or f"usage: async_opd {words[0]} " in printed
 
 
-def test_check_says_how_often_each_prompt_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_how_often_each_prompt_is_taken(cli: Cli) -> None:
     sizes = ["train.steps=100", "train.batch_size=8", "rollout.n=2", "async.sync_steps=4"]
-    assert main(["check", EXAMPLE, *FEW, *sizes]) == 0
-    assert "training prompts (the steps take 400: each " in capsys.readouterr().out
+    assert "training prompts (the steps take 400: each " in cli("check", EXAMPLE, *FEW, *sizes).out
 
 
 def test_every_command_with_overrides_takes_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,11 +195,10 @@ def test_every_command_with_overrides_takes_set(capsys: pytest.CaptureFixture[st
 
 
 def test_a_dry_run_checks_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["run", EXAMPLE, "--dry-run"]) == 0
-    assert "6000 training prompts" in capsys.readouterr().out
+    assert "6000 training prompts" in cli("run", EXAMPLE, "--dry-run").out
     assert main(["run", EXAMPLE, "--dry-run", "student.model=/no/such"]) == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -263,14 +254,13 @@ def test_a_closed_pipe_is_silent_and_has_the_exit_code_of_sigpipe(words: str) ->
 
 
 def test_a_pipe_that_breaks_elsewhere_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     def breaks(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr("async_opd.tools.check.check", breaks)
-    assert main(["check", EXAMPLE]) == 1
-    assert "failed: [Errno 32] Broken pipe" in capsys.readouterr().err
+    assert "failed: [Errno 32] Broken pipe" in cli("check", EXAMPLE, code=1).err
 
 
 def test_a_full_disk_behind_standard_output_is_an_error() -> None:

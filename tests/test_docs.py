@@ -29,6 +29,11 @@ def test_the_list_of_metrics_is_what_the_catalogue_says() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == made, "run python docs/make_metrics.py"
 
 
+def test_the_tables_of_scaling_are_what_the_code_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_scaling.py"))["document"]()
+    assert (ROOT / "docs" / "scaling.md").read_text() == made, "run python docs/make_scaling.py"
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     named = re.findall(r"([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}

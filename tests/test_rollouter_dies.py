@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.rollouter_actor import (
     Predecessor,
     RollouterService,
@@ -119,7 +120,8 @@ class MortalRollouter:
         parts: list[Any] = [self.run_.queue, PacedSender(self.run_.trainer), self.run_.scorer]
         replicas: list[Any] = [StartedReplica(replica, 1) for replica in self.replicas]  # type: ignore[arg-type]
         before = Predecessor(self.newest, behind=self.snapshots)
-        self._service = await build_rollouter(self.run_.pipeline.config, replicas, *parts, before)
+        given = (*parts, GpuBundles(), before)
+        self._service = await build_rollouter(self.run_.pipeline.config, replicas, *given)
         self._built.set()
 
     async def die(self) -> None:

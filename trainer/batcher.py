@@ -20,12 +20,13 @@ from dataclasses import dataclass
 
 from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.bounded import BoundedDict
-from async_opd.core.errors import LeaseExpired, StageError
+from async_opd.core.errors import LeaseExpired, NotLeased, StageError
 from async_opd.core.reports import Interval
 from async_opd.core.samples import DeadLetter, Header, Sample
 from async_opd.core.stages import DEAD, SCORED, STALE, TRAINER, Lease, Queue
 from async_opd.core.uid import Uid, prompt_uid
 from async_opd.queue.lease_holder import LeaseHolder
+from async_opd.queue.payloads import read
 from async_opd.waiting.deadline import Timer
 
 
@@ -190,8 +191,13 @@ class Batcher:
 
     async def _contents(self, headers: Iterable[Header]) -> AsyncIterator[list[Sample]]:
         for part in cut(headers, lambda header: header.nbytes):
-            batches = await self.queue.contents(SCORED, {header.uid for header in part})
-            yield await asyncio.to_thread(unpack, Sample, batches)
+            uids = {header.uid for header in part}
+            while True:
+                with suppress(NotLeased):  # what is lost is scored again, and is not there any more
+                    batches = await self.queue.contents(SCORED, uids)
+                    found = await read(self.queue, SCORED, batches)
+                    break
+            yield await asyncio.to_thread(unpack, Sample, found)
 
     def hold(self, samples: Sequence[Sample]) -> None:
         """Adds the samples of a checkpoint; they are taken before all others.
@@ -311,10 +317,15 @@ class Batcher:
         fetched: list[_FetchedLease] = []
         while missing > 0:
             lease = await self._leases.get(SCORED, most, missing, payloads=self.payloads)
-            missing, most = missing - len(lease), most - len(lease)
             samples: Sequence[Sample | None] = [None] * len(lease)
             if self.payloads:
-                samples = await asyncio.to_thread(unpack, Sample, lease.batches)
+                try:
+                    batches = await read(self.queue, SCORED, lease.batches)
+                except NotLeased:  # its samples are in the topic again, without those that are lost
+                    self._leases.forget(SCORED, lease.id)
+                    continue
+                samples = await asyncio.to_thread(unpack, Sample, batches)
+            missing, most = missing - len(lease), most - len(lease)
             fetched.append(_FetchedLease(lease, samples))
         return fetched
 

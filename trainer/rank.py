@@ -1,18 +1,21 @@
 """One rank of the trainer: a device, the student or its shard, and the optimizer.
 
-    micro_batches ──pack──► StudentLoss ──► gradients ──clip──► AdamW
-                        ▲ FSDP's collectives, in lock-step with the other ranks
+    micro_batches ──pack, another thread──► StudentLoss ──► gradients ──clip──► AdamW
+                                       ▲ FSDP's collectives, in lock-step with the other ranks
 
 A rank computes; the learner (``trainer.learner``), in rank 0's process, decides what a step is and
-whether it is applied. Each of the other ranks is the rank of a ``Follower``
-(``trainer.build``), whose methods the learner calls.
+whether it is applied. Within a micro-batch the host waits for no device: the next one is packed,
+and pinned, on another thread while a GPU computes. Each of the other ranks is the rank of a
+``Follower`` (``trainer.build``), whose methods the learner calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +26,7 @@ from async_opd.core.samples import Header
 from async_opd.weight_sync.layout import HeldRow, Reference
 from trainer.batches.batch_metrics import TurnCounts, masked_by_turn
 from trainer.batches.micro_batches import Factors, MicroBatch, scaled
-from trainer.batches.packing import Row, Vocabularies, pack
+from trainer.batches.packing import Packed, Row, Vocabularies, pack
 from trainer.context import ACROSS, Context
 from trainer.layers import CompiledLayers
 from trainer.losses.chunked import Head, objective_run
@@ -54,6 +57,7 @@ from trainer.student.sharding import all_reduce_once, full_tensor, reducing_last
 from trainer.utilization import MemoryUse, ModelSize, memory_use, peak_tflops
 from trainer.vision.images import Sight, images_of
 from trainer.vision.parts import attention_of
+from trainer.work_thread import ahead
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -124,6 +128,7 @@ class Rank:
             self._load(model, fill)
         self.model = model
         self.recorder: Recorder | None = None
+        self._packing = ThreadPoolExecutor(1, "packing")
         self._context = Context.join(train.context_parallel, collective_s)
         self._student_loss = self._loss_of(objective, heads or {})
         rows = self._student_loss.vocabulary
@@ -187,9 +192,10 @@ class Rank:
             self.sight.begin([rollout for one in own for rollout in one.rollouts])
         given = reducing_last(self._student_loss, own) if self.reduces_once else own
         measured: list[FreshTokens] = []
-        parts = enumerate(given)
-        at = version, oldest
-        sums = merged([self._backward(number, one, at, measured) for number, one in parts])
+        make = partial(self._packed, version=version, oldest=oldest)
+        with closing(ahead(self._packing, make, own)) as packed:
+            parts = enumerate(zip(packed, given, strict=True))
+            sums = merged([self._backward(number, *one, measured) for number, one in parts])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         turns = TurnCounts()
         if oldest:
@@ -320,23 +326,23 @@ class Rank:
             for _, tensor in adapter_parameters(self.model):
                 full_tensor(tensor.detach())
 
-    def _backward(
-        self,
-        number: int,
-        micro_batch: MicroBatch,
-        versions: tuple[int | None, int],
-        measured: list[FreshTokens],
-    ) -> Metrics:
-        """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts.
-
-        Adds its fresh tokens to ``measured``, if it has any. ``versions``: see ``pack``.
-        """
-        packed = pack(micro_batch.samples, micro_batch.token_weights, *versions)
+    def _packed(self, micro_batch: MicroBatch, version: int | None, oldest: int) -> Packed:
+        """The micro-batch as the rank computes it: in host memory, pinned for a GPU."""
+        packed = pack(micro_batch.samples, micro_batch.token_weights, version, oldest)
         packed = replace(
             packed, images=images_of(self.sight, micro_batch.rollouts, micro_batch.images)
         )
         packed = packed if self.recorder is None else self.recorder.mark(packed, micro_batch)
         packed = packed if self._context is None else self._context.share(packed)
+        return packed if self.device.type == "cpu" else packed.pinned()
+
+    def _backward(
+        self, number: int, packed: Packed, micro_batch: MicroBatch, measured: list[FreshTokens]
+    ) -> Metrics:
+        """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts.
+
+        Adds its fresh tokens to ``measured``, if it has any.
+        """
         metrics: Metrics = {}
         there = packed.to(self.device)
         # Without rows there is nothing to compute, but of several ranks each runs every collective.

@@ -1,4 +1,4 @@
-"""One thread for all work on a GPU that has to stay in order.
+"""One thread for all work on a GPU that has to stay in order; another to make its input ahead.
 
     event loop ──run(work)──► queue ──one call after the other──► thread ──result──► event loop
 
@@ -12,14 +12,16 @@ import asyncio
 import contextvars
 import threading
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 Calls = SimpleQueue[Callable[[], None] | None]
 
@@ -41,6 +43,24 @@ class WorkThread:
         call = partial(contextvars.copy_context().run, work, *args, **named)
         self._calls.put(partial(_complete, done, call))
         return asyncio.wrap_future(done)
+
+
+def ahead(thread: Executor, make: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
+    """The result of ``make`` for each item, in order: the next is made while the caller uses one.
+
+    An error of ``make`` is raised in the place of its result. When the iterator ends, or is closed,
+    nothing is being made.
+    """
+    coming: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            coming.append(thread.submit(make, item))
+            if len(coming) == 2:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
+    finally:
+        wait(coming)
 
 
 def _work(calls: Calls) -> None:

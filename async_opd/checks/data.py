@@ -378,12 +378,7 @@ class DataChecks:
                 )
 
     def _fitting(
-        self,
-        rows: Rows,
-        text: Text,
-        readers: Mapping[str, Reader],
-        room: Room,
-        long: Set[str],
+        self, rows: Rows, text: Text, readers: Mapping[str, Reader], room: Room, long: Set[str]
     ) -> Rows:
         """The rows without those with longer prompts; ``long`` are those of the rows checked."""
         if not isinstance(rows, StreamedRows):

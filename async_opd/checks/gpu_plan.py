@@ -9,6 +9,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,9 @@ from async_opd.memory.pools import EVAL
 
 RANKS = "train"
 """The pool whose units are kept on few nodes: ranks talk to each other in every layer."""
+
+OTHERS, BEYOND = 3, 4
+"""Levels of units without which the run goes on: see ``levels``."""
 
 MAX_TRIED = 1000
 """Dead ends after which a search gives up. Only sizes that do not divide each other have them."""
@@ -42,6 +47,8 @@ class Unit:
     bundles: tuple[Bundle, ...]
     needs: frozenset[str] = frozenset()
     """Its node has all of these ``GpuNode.marks``."""
+    least: int = sys.maxsize
+    """Units of its pool without which the run does not start; of a pool that cannot grow all."""
 
     @property
     def pool(self) -> str:
@@ -82,10 +89,11 @@ def units(pools: Collection[Pool]) -> list[Unit]:
         if pool.gpus:
             size = pool.gpus_per_replica
             guests = [-(-p.gpus_per_replica // size) for p in pools if p.shares == pool.name]
-            bundles = [Bundle(pool.name, index, size) for index in range(pool.replicas)]
+            bundles = [Bundle(pool.name, index, size) for index in range(pool.most)]
             together = math.lcm(pool.together, *guests)
+            least = pool.replicas if pool.beyond else sys.maxsize
             found += [
-                Unit(tuple(bundles[at : at + together]), pool.needs)
+                Unit(tuple(bundles[at : at + together]), pool.needs, least)
                 for at in range(0, len(bundles), together)
             ]
     return found
@@ -283,19 +291,49 @@ def levels(
 ) -> dict[Unit, int]:
     """How important each unit is for the run to go on; 0 is the most important.
 
-    The trainer, a replica of each teacher, a replica of the student, then all others. Of a pool it
-    is a replica that is placed, if one is. ``hosts`` are the pools whose GPUs teachers share.
+    The trainer, a replica of each teacher, a replica of the student, then all ``OTHERS``, and
+    ``BEYOND`` those that a pool has beyond what it needs. Of a pool those that are ``placed`` come
+    first, in their order. ``hosts`` are the pools whose GPUs teachers share.
     """
     found: dict[Unit, int] = {}
-    firsts: set[str] = set()
-    for unit in sorted(units, key=lambda unit: unit not in placed):
+    before = Counter[str]()
+    order = {unit: number for number, unit in enumerate(placed)}
+    for unit in sorted(units, key=lambda unit: order.get(unit, sys.maxsize)):
         if unit.pool == RANKS:
             found[unit] = 0
-        elif unit.pool in firsts or unit.pool == EVAL:
-            found[unit] = 3
+        elif before[unit.pool] >= unit.least:
+            found[unit] = BEYOND
+        elif before[unit.pool] or unit.pool == EVAL:
+            found[unit] = OTHERS
         else:
             found[unit] = 1 if unit.pool in hosts or unit.pool.startswith("teachers.") else 2
-        firsts.add(unit.pool)
+        before[unit.pool] += 1
+    return found
+
+
+def growth(
+    units: Collection[Unit], asked: Collection[Unit], free: Mapping[str, int], marks: Marks
+) -> dict[Unit, str]:
+    """The units that pools grow by now, in their order, each with a node that has room for it.
+
+    ``asked`` are those that have or wait for GPUs. The next one is of the pool that has the fewest
+    beyond those that it needs; of two such pools, of the one that comes first.
+    """
+    room, counts = dict(free), Counter(unit.pool for unit in asked)
+    left = {
+        unit.pool: [u for u in units if u.pool == unit.pool and u not in asked] for unit in units
+    }
+    found: dict[Unit, str] = {}
+    while pools := [name for name, absent in left.items() if absent]:
+        name = min(pools, key=lambda name: counts[name] - left[name][0].least)
+        unit = left[name].pop(0)
+        placed = assign([unit], room, marks)
+        if placed is None:
+            left[name] = []  # the others of the pool are as large
+            continue
+        found |= placed
+        room[placed[unit]] -= unit.gpus
+        counts[name] += 1
     return found
 
 

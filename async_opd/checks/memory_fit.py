@@ -17,12 +17,7 @@ from async_opd.checks.gpu_memory import beside, host_of, share_of
 from async_opd.checks.resources import gpu_bytes, guests_of, pools, section_of
 from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
-from async_opd.memory.defaults import (
-    cache_bytes,
-    needed_tokens,
-    with_lengths,
-    with_recomputation,
-)
+from async_opd.memory.defaults import cache_bytes, needed_tokens, with_lengths, with_recomputation
 from async_opd.memory.pools import (
     EVAL,
     GIB,
@@ -297,7 +292,7 @@ def _missing(config: RunConfig, machine: Machine) -> str:
 def _changes(config: RunConfig, name: str, machine: Machine) -> Iterator[tuple[str, Any]]:
     """Keys of a pool's section, with values that take less memory."""
     if name == EVAL:  # its engines are those of ``rollout``, but for their number
-        yield from (("replicas", fewer) for fewer in (1, 0) if fewer < config.eval.replicas)
+        yield from (("replicas", fewer) for fewer in (1, 0) if fewer < config.eval.max_replicas)
         return
     if name != "train":
         section = _section(config, name)
@@ -305,7 +300,7 @@ def _changes(config: RunConfig, name: str, machine: Machine) -> Iterator[tuple[s
         heads, parallel = machine.sizes(model).heads, section.tensor_parallel
         more = (parallel * times for times in (2, 4, 8))
         yield from (("tensor_parallel", wide) for wide in more if heads % wide == 0)
-        yield from (("replicas", fewer) for fewer in (1,) if fewer < section.replicas)
+        yield from (("replicas", fewer) for fewer in (1,) if fewer < section.max_replicas)
         return
     train = config.train
     if machine.device == "cuda":

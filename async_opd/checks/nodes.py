@@ -16,11 +16,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from async_opd.core.errors import Problem, StageError
 from async_opd.files.foreign import foreign
+from async_opd.files.origin import installed
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.processes.listening import interface_address, interface_of
 from async_opd.waiting.own_loop import run_to_end
@@ -171,17 +171,10 @@ def versions(vision: bool = False) -> dict[str, str]:
     """
     found = {"python": platform.python_version()}
     for package, distributions in PACKAGES.items():
-        found[package] = next(filter(None, map(_installed, distributions)), NOTHING)
-    found |= {name: _installed(name) or NOTHING for name in OF_IMAGES if vision}
-    found["async_opd"] = f"{_installed('async_opd') or NOTHING} with source {_source_digest()}"
+        found[package] = next(filter(None, map(installed, distributions)), NOTHING)
+    found |= {name: installed(name) or NOTHING for name in OF_IMAGES if vision}
+    found["async_opd"] = f"{installed('async_opd') or NOTHING} with source {_source_digest()}"
     return found
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 def _source_digest() -> str:

@@ -17,13 +17,7 @@ from async_opd.checks.image_families import check_families
 from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
 from async_opd.checks.models import ModelChecks, check_templates
 from async_opd.checks.precision import check_precision
-from async_opd.checks.resources import (
-    gpu_count,
-    misplaced,
-    pools,
-    refuse_client,
-    resolve_device,
-)
+from async_opd.checks.resources import gpu_count, misplaced, pools, refuse_client, resolve_device
 from async_opd.checks.room import Room
 from async_opd.checks.student import (
     check_adapters,

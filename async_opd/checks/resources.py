@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.errors import ConfigError, StageError
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import NVIDIA_SMI_TIMEOUT_S, Device, smallest_gpu
 
@@ -50,7 +50,7 @@ def gpu_count() -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         message = f"nvidia-smi -L did not answer: {error}"
         remedy = "repair the driver, or set cluster.device to cpu and CUDA_VISIBLE_DEVICES to ''"
-        raise ConfigError([Problem("this machine", "cluster.device", message, remedy)]) from error
+        raise ConfigError.of("cluster.device", message, remedy, "this machine") from error
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
@@ -118,15 +118,16 @@ def refuse_client(config: RunConfig) -> None:
     if address is not None and "://" in address:
         message = f"RAY_ADDRESS is {address}, which is not host:port of Ray's head"
         remedy = "unset it, set it to host:port on a node of the cluster, or use ray job submit"
-        raise ConfigError([Problem("the environment", "cluster.address", message, remedy)])
+        raise ConfigError.of("cluster.address", message, remedy, "the environment")
 
 
 @dataclass(frozen=True)
 class Pool:
     """One role's ``replicas`` engines (or ranks), each on dedicated GPUs.
 
-    A pool that ``shares`` the GPUs of another pool takes none itself. ``together`` of them at a
-    time, one after the other, are on one node.
+    It has up to ``beyond`` more where the cluster has room for them. A pool that ``shares`` the
+    GPUs of another pool takes none itself. ``together`` of them at a time, one after the other, are
+    on one node.
     """
 
     name: str
@@ -137,10 +138,21 @@ class Pool:
     together: int = 1
     needs: frozenset[str] = frozenset()
     """See ClusterConfig.needs."""
+    beyond: int = 0
+
+    @property
+    def most(self) -> int:
+        """The engines that it has where the cluster has room for all."""
+        return self.replicas + self.beyond
+
+    @property
+    def count(self) -> str:
+        """Its number of engines, or the range of it, in words."""
+        return f"{self.replicas}–{self.most}" if self.beyond else str(self.replicas)
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole pool."""
+        """GPUs without which the pool cannot start."""
         return 0 if self.shares else self.replicas * self.gpus_per_replica
 
     @property
@@ -162,12 +174,18 @@ def pools(config: RunConfig) -> list[Pool]:
     def teacher_pool(name: str) -> Pool:
         t, model = config.teachers[name], config.teacher_model(name)
         shares = t.host and (rollout.host or t.host)  # all on the trainer's, if engines are there
-        return Pool(f"teachers.{name}", t.replicas, t.gpus, model, shares)
+        pool = Pool(f"teachers.{name}", t.min_replicas, t.gpus, model, shares)
+        return replace(pool, beyond=t.max_replicas - t.min_replicas)
 
-    evaluating = Pool(EVAL, config.eval.replicas, rollout.tensor_parallel, student)
+    engines = Pool("rollout", rollout.min_replicas, rollout.tensor_parallel, student, rollout.host)
+    evaluating = Pool(EVAL, config.eval.min_replicas, rollout.tensor_parallel, student)
     found = [
-        Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, rollout.host),
-        *([evaluating] if evaluating.replicas else []),
+        replace(engines, beyond=rollout.max_replicas - engines.replicas),
+        *(
+            [replace(evaluating, beyond=config.eval.max_replicas - evaluating.replicas)]
+            if evaluating.replicas
+            else []
+        ),
         *map(teacher_pool, config.teachers),
         Pool("train", train.ranks, 1, student, together=train.context_parallel),
     ]

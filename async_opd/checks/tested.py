@@ -6,7 +6,8 @@ docs/status.md has the same table. A release that differs in its last number onl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+
+from async_opd.files.origin import installed
 
 TESTED: dict[str, tuple[str, ...]] = {
     "vllm": ("0.32",),
@@ -24,12 +25,9 @@ def is_tested(name: str, has: str) -> bool:
     return name not in TESTED or ".".join(has.split(".")[:2]) in TESTED[name]
 
 
-def untested(installed: Callable[[str], str] = version) -> Iterator[str]:
+def untested(installed: Callable[[str], str] = installed) -> Iterator[str]:
     """A line for each library of TESTED that is installed in another version."""
     for name, versions in TESTED.items():
-        try:
-            has = installed(name)
-        except PackageNotFoundError:
-            continue
-        if not is_tested(name, has):
+        has = installed(name)
+        if has and not is_tested(name, has):
             yield f"{name} {has} is not tested with async_opd, {' and '.join(versions)} is"

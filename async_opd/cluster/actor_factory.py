@@ -20,9 +20,10 @@ from async_opd.checks.resources import Pool, guests_of, hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
-from async_opd.cluster.gpu_bundles import GpuBundles
+from async_opd.cluster.gpu_bundles import GpuBundles, PoolPlaces
 from async_opd.cluster.network import shared_environment
 from async_opd.cluster.node_checks import ComparedNodes
+from async_opd.cluster.payloads.stores import NodeStores
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.run_config import RunConfig
@@ -84,6 +85,8 @@ class ActorFactory:
     colocated: dict[str, dict[int, TeacherProxy | StudentProxy]] = field(default_factory=dict)
     barriers: Barriers = field(default_factory=Barriers)
     images: QueueProxy | None = None  # the queue, which has those of prompts
+    stored_from: int | None = None
+    """Bytes from which on a sample's payload stays on its teacher's node; None: by value."""
 
     def __post_init__(self) -> None:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
@@ -93,7 +96,12 @@ class ActorFactory:
 
     async def queue(self) -> QueueActor:
         """The message queue. Calls to it wait until it is built: see ``build``."""
-        queue = QueueActor(await self.create(actor_names.QUEUE, restarts=True), self.config)
+        config, stores = self.config, None
+        if self.stored_from is not None:
+            bounds = (config.queue.lease_s, config.timeouts.engine_start_s)
+            stores = NodeStores(run_name(config), self.env, *bounds, config.timeouts.request_s)
+        remote = await self.create(actor_names.QUEUE, restarts=True)
+        queue = QueueActor(remote, config, stores)
         self.images = QueueProxy(queue.remote)
         return queue
 
@@ -102,14 +110,18 @@ class ActorFactory:
         with self._waiting(actor.remote.name):
             await actor.build()
 
+    def pool_of(self, index: int) -> tuple[str, int]:
+        """The pool of one of the student's replicas, and its index there: see ``student``."""
+        rollouts = self.config.rollout.max_replicas
+        return ("rollout", index) if index < rollouts else (EVAL, index - rollouts)
+
     async def student(self, index: int, queue: QueueProxy, incarnation: int = 0) -> StudentProxy:
         """One replica of the student; ``incarnation`` counts its restarts.
 
         Those that only evaluate have the indices after those of the rollout replicas.
         """
-        config, rollouts = self.config, self.config.rollout.replicas
-        evaluates = index >= rollouts
-        pool, at = (EVAL, index - rollouts) if evaluates else ("rollout", index)
+        config, (pool, at) = self.config, self.pool_of(index)
+        evaluates = pool == EVAL
         actor = actor_names.evaluator(at) if evaluates else actor_names.student(at)
         given = (config, self.device, self.eos_ids, actor.name)
         spec = StudentEngineSpec.of(*given, index, incarnation, self._beside(pool), evaluates)
@@ -135,10 +147,14 @@ class ActorFactory:
         given = (config, self.device, self.eos_ids, actor.name)
         spec = TeacherEngineSpec.of(*given, teacher_name, self._beside(f"teachers.{teacher_name}"))
         media = image_caches(config, config.teacher_model(teacher_name), self.images)
+        path, args = self.factories.teacher.path, (spec, *self.factories.teacher.extra, *media)
+        if self.stored_from is not None:
+            args = (path, args, self.images, actor.name, self.stored_from)
+            path = "async_opd.cluster.payloads.storing:storing"
         remote = await self._start(
             actor,
-            self.factories.teacher.path,
-            (spec, *self.factories.teacher.extra, *media),
+            path,
+            args,
             gpus=teacher.tensor_parallel,
             bundle=self._bundle(f"teachers.{teacher_name}", index),
             guest=f"teachers.{teacher_name}" if teacher.host is not None else "",
@@ -368,9 +384,10 @@ class _RebuildTeacher:
 
     actor_factory: ActorFactory
 
-    async def __call__(self, teacher: str, index: int, old: TeacherProxy) -> TeacherProxy:
+    async def __call__(self, teacher: str, index: int, old: TeacherProxy | None) -> TeacherProxy:
         """See teachers.protocols.RebuildTeacher."""
-        old.kill()
+        if old is not None:
+            old.kill()
         replica = await self.actor_factory.teacher(teacher, index)
         assert isinstance(replica, TeacherProxy)  # servers are probed, not rebuilt
         return replica
@@ -378,6 +395,10 @@ class _RebuildTeacher:
     async def displaced(self, old: TeacherProxy) -> Displaced | None:
         """See teachers.protocols.RebuildTeacher."""
         return await old.displaced()
+
+    def places(self, teacher: str) -> PoolPlaces | None:
+        """See teachers.protocols.RebuildTeacher."""
+        return self.actor_factory.bundles.places(f"teachers.{teacher}")
 
     async def close(self) -> None:
         """See teachers.protocols.RebuildTeacher."""

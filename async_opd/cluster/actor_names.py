@@ -7,6 +7,7 @@
     <run>/teacher_scorer                        TeacherScorer
     <run>/teacher_scorer/<teacher>/replica/0 …  TeacherReplica
     <run>/trainer/0 …                           Trainer, one for each rank
+    <run>/payloads/<node>/<number>              PayloadStore, one for each node with teachers
 
 Each run has a separate namespace: two runs of one name on a cluster do not clash.
 """

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import SystemRandom
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import (
@@ -34,6 +34,7 @@ from async_opd.checks.gpu_plan import (
     Unit,
     assign,
     fits,
+    growth,
     marks_of,
     shortage,
     units,
@@ -48,12 +49,16 @@ from async_opd.cluster.watching import (
     PLACED,
     POLL_S,
     REMOVED,
+    draining_nodes,
     group_state,
+    nodes,
 )
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError, Displaced, Problem, StageError
 from async_opd.models.engine_args import Device
-from async_opd.waiting.deadline import Deadline, gather_or_cancel
+from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
+
+Started = TypeVar("Started")
 
 OF_RESOURCE = 0.001
 """Share of a custom resource that a process takes: its node has to have it."""
@@ -79,15 +84,44 @@ class GpuBundles:
         for unit in self.units:
             for number, bundle in enumerate(unit.bundles):
                 if (bundle.pool, bundle.index) == (pool, index):
-                    group = await self._placed(unit)
+                    group = await self.one_placed(unit)
                     return PlacementGroupSchedulingStrategy(group, number)
         return None
 
-    async def placed(self) -> None:
-        """Returns once all units are placed."""
-        await gather_or_cancel(*map(self._placed, self.units))
+    @property
+    def needed(self) -> tuple[Unit, ...]:
+        """The units without which the run does not start: of a pool that can grow the first."""
+        return tuple(unit for unit in self.units if unit.bundles[0].index < unit.least)
 
-    async def _placed(self, unit: Unit) -> PlacementGroup:
+    async def unless_lost(
+        self, of: tuple[str, int], start: Coroutine[Any, Any, Started]
+    ) -> Started | None:
+        """The started process of a pool and index.
+
+        None for one beyond what is needed that has no place, or loses it meanwhile.
+        """
+        beyond = (unit for unit in self.units if unit not in self.needed)
+        unit = next((one for one in beyond if (one.pool, one.bundles[0].index) == of), None)
+        if unit is None:
+            return await start
+
+        async def lost() -> None:
+            while (await asyncio.to_thread(self.asked, [unit])).get(unit) is not None:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+
+        with suppress(Displaced):
+            return await race(start, lost())
+        return None
+
+    def places(self, pool: str) -> PoolPlaces | None:
+        """The places of a pool's processes; None if they share those of another pool."""
+        return PoolPlaces(self, pool) if any(unit.pool == pool for unit in self.units) else None
+
+    async def placed(self) -> None:
+        """Returns once all needed units are placed."""
+        await gather_or_cancel(*map(self.one_placed, self.needed))
+
+    async def one_placed(self, unit: Unit) -> PlacementGroup:
         """The unit's group once it is placed. Another one may have taken the place of the first."""
         while True:
             group, state, _ = await asyncio.to_thread(self._group, unit)
@@ -112,9 +146,12 @@ class GpuBundles:
         if (group := self._group(unit)[0]) is not None:
             remove_placement_group(group)
 
-    def asked(self) -> dict[Unit, str | None]:
-        """The node of each unit whose GPUs were asked for; None while it waits for them."""
-        groups = {unit: self._group(unit) for unit in self.units}
+    def asked(self, of: Collection[Unit] | None = None) -> dict[Unit, str | None]:
+        """The node of each unit whose GPUs were asked for; None while it waits for them.
+
+        ``of``: some of the units.
+        """
+        groups = {unit: self._group(unit) for unit in (self.units if of is None else of)}
         return {unit: node or None for unit, (group, _, node) in groups.items() if group}
 
     def _group(self, unit: Unit) -> tuple[PlacementGroup | None, str, str]:
@@ -128,6 +165,44 @@ class GpuBundles:
 
     def _name(self, unit: Unit) -> str:
         return f"{self.run}/{unit.pool}/{unit.bundles[0].index}"
+
+
+@dataclass(frozen=True)
+class PoolPlaces:
+    """Implements ``async_opd.processes.members.Places`` for a pool whose units are one process."""
+
+    bundles: GpuBundles
+    pool: str
+
+    async def placed(self, index: int) -> None:
+        """See Places. ``watching.Placement`` asks for another place."""
+        (unit,) = (u for u in self._units if u.bundles[0].index == index)
+        while True:
+            with suppress(StageError):  # the head does not answer
+                known = await nodes()
+                node = (await asyncio.to_thread(self.bundles.asked, [unit])).get(unit)
+                at = None if node is None else known.get(node)
+                if at is not None and at.alive and not at.draining:
+                    return
+                if at is not None and at.draining:
+                    await asyncio.to_thread(self.bundles.remove, unit)
+            await asyncio.sleep(POLL_S)
+
+    async def draining(self) -> dict[int, str]:
+        """See Places. StageError if the head does not answer."""
+        words = {key: node.loss for key, node in (await nodes()).items() if node.draining}
+        if not words:
+            return {}
+        asked = await asyncio.to_thread(self.bundles.asked, self._units)
+        return {
+            unit.bundles[0].index: words[node]
+            for unit, node in asked.items()
+            if node is not None and node in words
+        }
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for unit in self.bundles.units if unit.pool == self.pool]
 
 
 def names(unit: Unit) -> str:
@@ -157,7 +232,7 @@ def _in_turn(config: RunConfig, nodes: Sequence[GpuNode]) -> dict[Unit, str]:
         Unit((Bundle(pool.name, index, 0),), pool.needs)
         for pool in pools(config)
         if pool.shares is None
-        for index in range(pool.replicas)
+        for index in range(pool.most)
     ]
     if without_node(wanted, nodes):
         raise _too_small(wanted, nodes)
@@ -178,7 +253,7 @@ def planned(
     """
     if device == "cpu":
         return _in_turn(config, nodes), ""
-    wanted = units(pools(config))
+    wanted = GpuBundles(units=tuple(units(pools(config)))).needed
     with_gpus = _with_gpus(nodes)
     if (found := _room_for(wanted, with_gpus)) is not None:
         return found, ""
@@ -197,6 +272,8 @@ async def reserve(
     """
     named = [pool for pool in pools(config) if not only or pool.name in only]
     bundles = GpuBundles(run_name(config), tuple(units(named)))
+    if only:
+        bundles = replace(bundles, units=bundles.needed)
     await _ask_for_machines(bundles, config.cluster.wait_s, notify)
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
@@ -204,9 +281,21 @@ async def reserve(
                 notify("cluster: another run took some of the GPUs; all are asked for again later")
                 await asyncio.sleep(SystemRandom().uniform(0, TOGETHER_S))
     except TimeoutError as error:
-        nodes = await asyncio.to_thread(gpu_nodes)
-        raise _too_small(bundles.units, nodes) from error
+        found = await asyncio.to_thread(gpu_nodes)
+        raise _too_small(bundles.needed, found) from error
+    await _grown(bundles)
     return bundles
+
+
+async def _grown(bundles: GpuBundles) -> None:
+    """Asks for the GPUs that pools can have beyond what they need, as far as they are free."""
+    found = await asyncio.to_thread(gpu_nodes)
+    free = {node.id: node.free for node in found}
+    for unit, node in growth(bundles.units, bundles.needed, free, marks_of(found)).items():
+        await asyncio.to_thread(bundles.create, unit, node)
+        with suppress(TimeoutError):  # another run took them: ``watching`` gives this place up
+            async with asyncio.timeout(ANSWER_S):
+                await bundles.one_placed(unit)
 
 
 async def _are_reserved(bundles: GpuBundles, notify: Callable[[str], None]) -> bool:
@@ -216,7 +305,7 @@ async def _are_reserved(bundles: GpuBundles, notify: Callable[[str], None]) -> b
     """
     placed = False
     try:
-        for unit, node in (await _room(bundles.units, notify)).items():
+        for unit, node in (await _room(bundles.needed, notify)).items():
             await asyncio.to_thread(bundles.create, unit, node)
         with suppress(TimeoutError):
             async with asyncio.timeout(TOGETHER_S):
@@ -252,14 +341,14 @@ async def _ask_for_machines(
     """
     if not wait_s:
         return
-    nodes = await asyncio.to_thread(gpu_nodes)
-    if _room_for(bundles.units, nodes) is not None:
+    found = await asyncio.to_thread(gpu_nodes)
+    if _room_for(bundles.needed, found) is not None:
         return
-    notify(f"cluster: waiting for machines: {shortage(bundles.units, nodes)}")
+    notify(f"cluster: waiting for machines: {shortage(bundles.needed, found)}")
     try:
         with suppress(TimeoutError):  # what follows says what is missing
             async with asyncio.timeout(wait_s):
-                for unit in sorted(bundles.units, key=lambda unit: -unit.gpus):
+                for unit in sorted(bundles.needed, key=lambda unit: -unit.gpus):
                     await asyncio.to_thread(bundles.create, unit)
                 while not await asyncio.to_thread(_has_room, bundles):  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
@@ -270,11 +359,11 @@ async def _ask_for_machines(
 def _has_room(bundles: GpuBundles) -> bool:
     """Whether there is room for all units, were the placed ones given back."""
     own = bundles.asked()
-    nodes = [
+    found = [
         replace(node, free=node.free + sum(u.gpus for u, at in own.items() if at == node.id))
         for node in gpu_nodes()
     ]
-    return _room_for(bundles.units, nodes) is not None
+    return _room_for(bundles.needed, found) is not None
 
 
 def _room_for(wanted: Sequence[Unit], nodes: Collection[GpuNode]) -> dict[Unit, str] | None:
@@ -320,7 +409,8 @@ def _with_gpus(nodes: Sequence[GpuNode]) -> list[GpuNode]:
 
 
 def cluster_nodes() -> list[GpuNode]:
-    """The cluster's living nodes."""
+    """The cluster's living nodes, without those that drain."""
+    draining = draining_nodes()
     free = ray._private.state.available_resources_per_node()
     return [
         GpuNode(
@@ -335,5 +425,5 @@ def cluster_nodes() -> list[GpuNode]:
             ),
         )
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and node["NodeID"] not in draining
     ]

@@ -46,7 +46,7 @@ from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import joining, ray_session
 from async_opd.cluster.singleton_actors import QueueActor
 from async_opd.cluster.supervision import SingletonActors
-from async_opd.cluster.watching import ClusterWatch, Placement
+from async_opd.cluster.watching import ClusterWatch, Placement, any_node
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import HeadLost, StageError, first_cause
@@ -55,7 +55,7 @@ from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
 from async_opd.processes.reaper import ProcessReaper
-from async_opd.queue.sizes import EpisodeBounds
+from async_opd.queue.sizes import EpisodeBounds, stored_from
 from async_opd.waiting.deadline import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
@@ -146,8 +146,9 @@ async def launch(
     given = (device, eos_ids, factories or Factories(), notify)
     async with _processes(config, *given, waits=waits) as (actor_factory, reaper):
         hosts = {str(teacher.host) for teacher in config.teachers.values() if teacher.host}
-        reserved = (actor_factory.bundles, hosts, notify, actor_factory.waits)
-        watch = ClusterWatch(notify, Placement(*reserved, gpu_nodes, names))
+        reserved = (actor_factory.bundles, hosts, notify, actor_factory.waits, gpu_nodes, names)
+        compare = actor_factory.nodes.compare if actor_factory.nodes else any_node
+        watch = ClusterWatch(notify, Placement(*reserved, compare))
         with actor_factory.waits.on(STAGES, config.timeouts.engine_start_s, " a process"):
             stages = await race(watch.run(), _build(actor_factory, watch))
         if reaper is not None:
@@ -223,8 +224,8 @@ async def launch_evaluators(
     given = (device, eos_ids, factories or Factories(), notify)
     async with _processes(config, *given, only={EVAL}) as (actor_factory, reaper):
         queue = await _image_queue(actor_factory)
-        first = config.rollout.replicas
-        indices = range(first, first + config.eval.replicas)
+        first = config.rollout.max_replicas
+        indices = range(first, first + config.eval.min_replicas)
         students = await gather_or_cancel(*(actor_factory.student(i, queue) for i in indices))
         await gather_or_cancel(*(student.ready() for student in students))
         if reaper is not None:
@@ -292,7 +293,7 @@ async def launch_teacher(
                 if seen:
                     queue = await _image_queue(actor_factory)
                     await stack.enter_async_context(kept(queue, "scoring", seen))
-                indices = range(config.teachers[name].replicas)
+                indices = range(config.teachers[name].min_replicas)
                 starting = (actor_factory.teacher(name, index) for index in indices)
                 replicas += await gather_or_cancel(*starting)
                 await gather_or_cancel(*(replica.ready() for replica in replicas))
@@ -323,20 +324,27 @@ async def _built_last(actor_factory: ActorFactory, queue: QueueActor) -> tuple[R
 
 async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedStages:
     config = actor_factory.config
+    actor_factory.stored_from = await asyncio.to_thread(stored_from, config, actor_factory.device)
     queue_actor = await actor_factory.queue()
     queue = QueueProxy(queue_actor.remote)
+    unless_lost = actor_factory.bundles.unless_lost
     try:
         async with asyncio.TaskGroup() as group:
             last = group.create_task(_built_last(actor_factory, queue_actor))
-            hosted = 0 if config.rollout.host is None else config.rollout.replicas
-            own = range(hosted, config.rollout.replicas + config.eval.replicas)
+            most = config.rollout.max_replicas
+            hosted = 0 if config.rollout.host is None else most
             student_tasks = [
-                group.create_task(actor_factory.student(index, queue)) for index in own
+                group.create_task(
+                    unless_lost(actor_factory.pool_of(index), actor_factory.student(index, queue))
+                )
+                for index in range(hosted, most + config.eval.max_replicas)
             ]
             teacher_tasks = {
                 name: [
-                    group.create_task(actor_factory.teacher(name, index))
-                    for index in range(teacher.replicas)
+                    group.create_task(
+                        unless_lost((f"teachers.{name}", at), actor_factory.teacher(name, at))
+                    )
+                    for at in range(teacher.max_replicas)
                 ]
                 for name, teacher in config.teachers.items()
                 if teacher.host is None
@@ -344,13 +352,13 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
             trainer_task = group.create_task(actor_factory.trainer(queue))
     except ExceptionGroup as errors:
         raise first_cause(errors) from errors
-    students = [task.result() for task in student_tasks]
+    students: list[StudentProxy | None] = [task.result() for task in student_tasks]
     teachers: dict[str, list[Any]] = {
         name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()
     }
     for pool, guests in actor_factory.colocated.items():
         if pool == "rollout":
-            students = [cast(StudentProxy, one) for _, one in sorted(guests.items())] + students
+            students = [*(cast(StudentProxy, one) for _, one in sorted(guests.items())), *students]
         else:
             teachers[pool.removeprefix("teachers.")] = list(guests.values())
     training = trainer_task.result()

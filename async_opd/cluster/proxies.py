@@ -91,6 +91,8 @@ class QueueProxy(Proxy):
     renew = remote(MessageQueue.renew, again=True)
     headers = remote(MessageQueue.headers)
     contents = remote(MessageQueue.contents)
+    score_again = remote(MessageQueue.score_again, again=True)
+    payload_store = remote(MessageQueue.payload_store, NO_TIMEOUT, again=True)
     release = remote(MessageQueue.release, again=True)
     keep_media = remote(MessageQueue.keep_media, again=True)
     media = remote(MessageQueue.media, again=True)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
+from async_opd.cluster import actor_names
+from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Displaced, StageError
 from async_opd.core.reports import Events, Progress, StageReport, SyncReport
@@ -65,6 +67,10 @@ class StartedReplica:
     workers: int
 
 
+Replicas = Sequence[StartedReplica | None]
+"""Those of all pools, by their index; None for those that the cluster has no place for."""
+
+
 @dataclass(frozen=True)
 class Predecessor:
     """The state that an earlier actor of the stage left; empty without one.
@@ -84,14 +90,15 @@ class Predecessor:
 
 async def build_rollouter(
     config: RunConfig,
-    replicas: Sequence[StartedReplica],
+    replicas: Replicas,
     queue: Queue,
     trainer: SyncedTrainer,
     teachers: GpuGuests,
+    bundles: GpuBundles,
     before: Predecessor,
 ) -> RollouterService:
     """The actor's object. It begins with the locks of all shared GPUs."""
-    service = RollouterService(config, replicas, queue, trainer, teachers, before)
+    service = RollouterService(config, replicas, queue, trainer, teachers, bundles, before)
     await service.gpus.acquire()
     return service
 
@@ -107,10 +114,11 @@ class RollouterService:
     def __init__(
         self,
         config: RunConfig,
-        replicas: Sequence[StartedReplica],
+        replicas: Replicas,
         queue: Queue,
         trainer: SyncedTrainer,
         teachers: GpuGuests,
+        bundles: GpuBundles,
         before: Predecessor,
     ) -> None:
         """``run`` expects the locks of ``gpus`` to be held."""
@@ -118,7 +126,8 @@ class RollouterService:
         self._current = asyncio.Event()
         if before.newest is None and not before.behind:
             self._current.set()
-        rollouts = len(replicas) - config.eval.replicas
+        rollouts = len(replicas) - config.eval.max_replicas
+        self._bundles = bundles
         self.stage = self._stage_of("rollout", replicas[:rollouts], 0, config, queue)
         self.evaluators: Evaluators | None = None
         if own := replicas[rollouts:]:
@@ -135,14 +144,19 @@ class RollouterService:
     def _stage_of(
         self,
         pool: str,
-        replicas: Sequence[StartedReplica],
+        replicas: Replicas,
         first: int,
         config: RunConfig,
         queue: Queue,
     ) -> RollouterStage:
         """The stage of a pool, whose replicas are those of the run from the number ``first`` on."""
+        hosts = {teacher.host for teacher in config.teachers.values()}
+        named = (actor_names.of_pool(pool, index) for index in range(len(replicas)))
         return RollouterStage(
-            {replica.student.name: replica.student for replica in replicas},
+            {
+                name: None if one is None else one.student
+                for name, one in zip(named, replicas, strict=True)
+            },
             queue,
             partial(self._rebuilt, first),
             config.supervision,
@@ -151,13 +165,15 @@ class RollouterService:
             pool=pool,
             start_s=config.timeouts.engine_start_s,
             displaced=lambda member: cast(Student, member.value).displaced(),
+            places=None if pool in hosts else self._bundles.places(pool),
+            quiet=lambda: self._broadcast.quiet(),
             episodes=EpisodeBounds.of(config),
         )
 
     def _broadcast_of(
         self,
         config: RunConfig,
-        replicas: Sequence[StartedReplica],
+        replicas: Replicas,
         trainer: SyncedTrainer,
         newest: Snapshot | None,
     ) -> BroadcastSync:
@@ -165,7 +181,7 @@ class RollouterService:
         return BroadcastSync(
             trainer,
             self.stage.members,
-            [replica.workers for replica in replicas],
+            [replica.workers if replica else 0 for replica in replicas],
             on_sync=config.async_.on_sync,
             timeout_s=config.sync.timeout_s,
             seconds_per_byte=config.sync.seconds_per_byte,
@@ -272,7 +288,8 @@ class RollouterService:
         ``first`` is the index among all replicas of its pool's first one.
         """
         index = first + member.index
-        member.value.kill()
+        if member.value is not None:
+            member.value.kill()
         async with self.gpus.rebuild:
             replica = await self.orders.replica(index)
             try:

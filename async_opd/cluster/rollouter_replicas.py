@@ -38,14 +38,15 @@ FACTORY = "async_opd.cluster.rollouter_actor:build_rollouter"
 class RollouterActor(SingletonActor):
     """The rollout stage; implements ``async_opd.core.stages.WeightSync`` to its replicas.
 
-    ``replicas`` are the current ones by index, dead ones too; ``newest`` is the snapshot that they
-    have, or receive. ``snapshots``: the first snapshot was begun, so that a replica may be behind.
+    ``replicas`` are the current ones by index, dead ones too (see ``Replicas``); ``newest`` is the
+    snapshot that they have, or receive. ``snapshots``: the first snapshot was begun, so that a
+    replica may be behind.
     ``refresh`` gives the same weights to teachers that are the student itself.
     """
 
     remote: Remote
     actor_factory: ActorFactory
-    replicas: list[StartedReplica]
+    replicas: list[StartedReplica | None]
     queue: QueueProxy
     trainer: TrainerProxy
     scorer: ScorerProxy
@@ -65,7 +66,7 @@ class RollouterActor(SingletonActor):
         cls,
         actor_factory: ActorFactory,
         remote: Remote,
-        students: Sequence[StudentProxy],
+        students: Sequence[StudentProxy | None],
         *stages: *tuple[QueueProxy, TrainerProxy, ScorerProxy],
     ) -> RollouterActor:
         """Builds the stage in ``remote`` over existing replicas; connects their first sync group.
@@ -75,8 +76,7 @@ class RollouterActor(SingletonActor):
         bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
         waits = actor_factory.waits
         with waits.on("the replicas of the student", actor_factory.config.timeouts.request_s):
-            workers = await gather_or_cancel(*(student.ready() for student in students))
-        replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
+            replicas = await gather_or_cancel(*map(_ready, students))
         rollouter = cls(remote, actor_factory, replicas, *stages)
         with waits.on(f"{remote.name} to start", bound):
             await rollouter.build()
@@ -98,12 +98,12 @@ class RollouterActor(SingletonActor):
             Deadline(replica.student.name).within(
                 config.supervision.timeout_s, "ending answers", replica.student.stop_evaluation()
             )
-            for replica in self.replicas
+            for replica in filter(None, self.replicas)
         )
         await asyncio.gather(*calls, return_exceptions=True)  # a dead one has none
         stages = (self.queue, self.trainer, self.scorer)
         before = Predecessor(self.newest, self.rebuilds, behind=self.snapshots)
-        args = (config, tuple(self.replicas), *stages, before)
+        args = (config, tuple(self.replicas), *stages, self.actor_factory.bundles, before)
         await self.remote.build(FACTORY, args, config.timeouts.engine_start_s)
 
     async def supply(self) -> None:
@@ -120,6 +120,8 @@ class RollouterActor(SingletonActor):
     async def _start(self, order: Order) -> None:
         index = order.index
         self.incarnations[index] += 1
+        if (old := self.replicas[index]) is not None:  # the answer to a cancelled order, perhaps
+            old.student.kill()
         answer: StartedReplica | StageError
         try:
             student = await self.actor_factory.student(index, self.queue, self.incarnations[index])
@@ -158,10 +160,12 @@ class RollouterActor(SingletonActor):
 
     async def _stopped(self, index: int, timeout_s: float) -> None:
         replica, rollout = self.replicas[index], self.actor_factory.config.rollout
+        if replica is None:
+            return
         try:
             async with Bound(timeout_s):
                 await replica.student.stop()
-                if rollout.host is not None and index < rollout.replicas:
+                if rollout.host is not None and index < rollout.max_replicas:
                     await replica.student.sleep()
         except (StageError, TimeoutError):
             replica.student.kill()
@@ -180,3 +184,7 @@ class RollouterActor(SingletonActor):
         metrics = await self.refresh.load() if self.refresh is not None else {}
         report = await self.proxy.push()
         return replace(report, metrics={**report.metrics, **metrics})
+
+
+async def _ready(student: StudentProxy | None) -> StartedReplica | None:
+    return None if student is None else StartedReplica(student, await student.ready())

@@ -18,18 +18,21 @@ from async_opd.cluster.actor_shell import (
     Remote,
     end_built,
 )
+from async_opd.cluster.payloads.stores import NodeStores
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
+from async_opd.core.batch import MESSAGE_BYTES
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
-from async_opd.queue.sizes import EpisodeBounds, payloads
+from async_opd.queue.sizes import EpisodeBounds, call_tokens
 from async_opd.waiting.deadline import Deadline, gather_or_cancel
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import RebuildTeacher, TeacherWeights
 from trainer.rank_group import RankSpec
 
-Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
+Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica | None]]
+"""The replicas of each teacher; None for those that the cluster has no place for."""
 
 FOLLOWER = "trainer.build:build_follower"
 NO_GPUS = "join machines with GPUs, or raise timeouts.stall_s if they come later"
@@ -62,16 +65,18 @@ class SingletonActor(ABC):
 
 @dataclass
 class QueueActor(SingletonActor):
-    """The message queue."""
+    """The message queue; ``stores`` is that of payloads, None where these travel by value."""
 
     remote: Remote
     config: RunConfig
+    stores: NodeStores | None = None
 
     async def build(self) -> None:
         """See SingletonActor."""
         config = self.config
         limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        args = (topics(config.teachers), *limits, None, (PROMPTS, STALE, DEAD))
+        kept = (PROMPTS, STALE, DEAD)
+        args = (topics(config.teachers), *limits, None, kept, MESSAGE_BYTES, self.stores)
         path = "async_opd.queue.message_queue:MessageQueue"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
 
@@ -154,7 +159,7 @@ class ScorerActor(SingletonActor):
         sizes = {name: t.batch_size for name, t in config.teachers.items()}
         health = {name: teacher.health for name, teacher in config.teachers.items()}
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
-        tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
+        tokens = call_tokens(config, self.device)
         bounds = (sizes, health, self.rebuild, config.supervision, f"scorer#{self.incarnation}")
         bound = config.timeouts.engine_start_s
         calls = (hosts, config.train.batch_size, tokens, bound, EpisodeBounds.of(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -85,7 +86,10 @@ class SingletonActors:
         """See async_opd.pipeline.Stages. Raises ProcessDied when the trainer dies."""
         self._step = step
         async with asyncio.TaskGroup() as group:
-            self._reissue = lambda: group.create_task(reissue())
+            self._reissue = lambda: (
+                group.create_task(reissue()),
+                group.create_task(self._until_the_trainer_reaches_the_queue()),
+            )
             group.create_task(self.members.run())
             group.create_task(self.rollouter.supply())
             group.create_task(self._until_the_trainer_dies())
@@ -108,6 +112,22 @@ class SingletonActors:
         assert isinstance(error, StageError)
         prefix = "" if error.stage == TRAINER else f"{error.stage}: "
         raise ProcessDied(TRAINER, prefix + error.cause, error.remedy) from error
+
+    async def _until_the_trainer_reaches_the_queue(self) -> None:
+        """Raises ProcessDied if its first rank does not reach the queue's new process in time.
+
+        One whose machine was cut off when Ray published where that is learns it five minutes later,
+        by Ray's keepalive: its calls wait until then. A new process of the trainer asks at once.
+        """
+        queue = self.members.all[0]
+        asked = self.trainer.remote.call("reach_queue", timeout_s=self._bound)
+        try:
+            with suppress(ProcessDied):  # its own death
+                # The queue's next process is asked for anew: this call would wait for its start.
+                await race(asked, self.members.until(lambda: queue.state is not State.SERVING))
+        except StageError as error:
+            cause = f"it does not reach the queue's new process: {error}"
+            raise ProcessDied(TRAINER, cause, error.remedy) from error
 
     async def _rebuilt(self, member: Member[SingletonActor]) -> SingletonActor:
         """Rebuilds a member in a process that Ray has started already."""

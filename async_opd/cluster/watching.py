@@ -15,6 +15,10 @@ The GPUs that are left after the loss of a machine go to the most important proc
                           └─► a less important unit gives its GPUs up, and waits for others
 
 The trainer comes first, then a replica of each teacher, a replica of the student, and all others.
+Pools that can grow get GPUs beyond these last, in turn (``Growth``), and lose them first:
+
+    free GPUs, and no unit waits ──► a unit of the pool with the fewest beyond what it needs
+    such a unit waits for GPUs   ──► it gives up: its pool shrinks
 """
 
 from __future__ import annotations
@@ -30,7 +34,17 @@ from typing import NoReturn, Protocol
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from async_opd.checks.gpu_plan import GpuNode, Unit, given_up, levels, marks_of, shortage
+from async_opd.checks.gpu_plan import (
+    BEYOND,
+    OTHERS,
+    GpuNode,
+    Unit,
+    given_up,
+    growth,
+    levels,
+    marks_of,
+    shortage,
+)
 from async_opd.core.errors import HeadLost, StageError, StageTimeout
 from async_opd.waiting.deadline import Bound, Deadline, Timer
 from async_opd.waiting.waits import Waits
@@ -64,12 +78,19 @@ class Reserved(Protocol):
     @property
     def units(self) -> tuple[Unit, ...]: ...
     def asked(self) -> dict[Unit, str | None]: ...
-    def create(self, unit: Unit) -> object: ...
+    def create(self, unit: Unit, node: str | None = None) -> object: ...
     def remove(self, unit: Unit) -> None: ...
 
 
+async def any_node(node: str) -> None:
+    """Compares nothing."""
+
+
 class Placement:
-    """Keeps the ``bundles`` placed. ``hosts`` are the pools whose GPUs teachers share."""
+    """Keeps the ``bundles`` placed. ``hosts`` are the pools whose GPUs teachers share.
+
+    ``compare`` raises StageError for a node that differs from the driver's: no pool grows there.
+    """
 
     def __init__(
         self,
@@ -79,7 +100,9 @@ class Placement:
         waits: Waits,
         nodes: Callable[[], list[GpuNode]],
         names: Callable[[Unit], str],
+        compare: Callable[[str], Awaitable[None]] = any_node,
     ) -> None:
+        self._elastic = Growth(bundles, notify, names, compare)
         self._bundles = bundles
         self._hosts = hosts
         self._notify = notify
@@ -99,27 +122,35 @@ class Placement:
         row the cluster has no GPUs.
         """
         again, self._again = self._again, changed
-        if not any(unit.gpus for unit in self._bundles.units):
-            return
-        if not (changed or again or self._waiting):
+        due = changed or again or self._waiting
+        if not self._bundles.units or not (due or await self._elastic.is_due(self._nodes)):
             return
         asked, nodes = await asyncio.to_thread(lambda: (self._bundles.asked(), self._nodes()))
         placed = {unit: node for unit, node in asked.items() if node is not None}
-        before, self._waiting = self._waiting, frozenset(self._bundles.units) - placed.keys()
+        level = levels(
+            self._bundles.units, [*placed, *(u for u in asked if u not in placed)], self._hosts
+        )
+        needed = frozenset(unit for unit in self._bundles.units if level[unit] < BEYOND)
+        before, self._waiting = self._waiting, needed - placed.keys()
         lacking = self._waiting & before
-        level = levels(self._bundles.units, placed, self._hosts)
-        waiting = sorted(lacking, key=lambda unit: (level[unit], self._bundles.units.index(unit)))
-        self._say(waiting, nodes)
+        order = {unit: (level[unit], at) for at, unit in enumerate(self._bundles.units)}
+        waiting = sorted(lacking, key=order.__getitem__)
+        self._say(waiting, nodes, needed)
         free = {node.id: node.free for node in nodes}
         given = given_up(waiting, placed, free, level, marks_of(nodes))
         for unit, other in given.items():
-            self._notify(
-                f"cluster: {self._names(unit)} gives its GPUs to {self._names(other)}, "
+            why = (
                 "without which the run cannot go on"
+                if level[other] < OTHERS
+                else "which comes first"
+            )
+            self._notify(
+                f"cluster: {self._names(unit)} gives its GPUs to {self._names(other)}, {why}"
             )
             await asyncio.to_thread(self._bundles.remove, unit)
         if not given:
-            await self._ask_again(waiting, asked, nodes)
+            await self._ask_again(sorted(self._waiting, key=order.__getitem__), asked, nodes)
+        await self._elastic.look(asked, level, nodes, grows=not self._waiting)
 
     async def _ask_again(
         self, waiting: Sequence[Unit], asked: Collection[Unit], nodes: Sequence[GpuNode]
@@ -134,21 +165,122 @@ class Placement:
             if any(node.free >= unit.gpus and unit.needs <= node.marks for node in nodes):
                 return
 
-    def _say(self, waiting: Sequence[Unit], nodes: Sequence[GpuNode]) -> None:
+    def _say(
+        self, waiting: Sequence[Unit], nodes: Sequence[GpuNode], needed: Collection[Unit]
+    ) -> None:
         if frozenset(waiting) == self._shown:
             return
         self._shown = frozenset(waiting)
         self._open.close()
         if waiting:
             names = ", ".join(map(self._names, waiting))
-            table = shortage(self._bundles.units, nodes)
+            table = shortage([u for u in self._bundles.units if u in needed], nodes)
             self._notify(f"cluster: GPUs are missing for {names}: {table}")
             self._open.enter_context(self._waits.on(f"GPUs for {names}"))
 
     def close(self) -> None:
-        """Ends the lines about what is waited for."""
+        """Ends the lines about what is waited for, and comparisons of nodes."""
         self._open.close()
+        self._elastic.close()
         self._shown = self._waiting = frozenset()
+
+
+class Growth:
+    """Lets pools that can grow have the GPUs that nothing else needs; says how many they have."""
+
+    def __init__(
+        self,
+        bundles: Reserved,
+        notify: Callable[[str], None],
+        names: Callable[[Unit], str],
+        compare: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._bundles, self._notify, self._names, self._compare = bundles, notify, names, compare
+        self._units = [unit for unit in bundles.units if unit.least < len(bundles.units)]
+        self._placed: Mapping[Unit, str] | None = None
+        self._late: frozenset[Unit] = frozenset()
+        self._new = False
+        self._compared: dict[str, asyncio.Task[bool]] = {}
+        self._named: dict[str, str] = {}
+
+    async def is_due(self, ask: Callable[[], Sequence[GpuNode]]) -> bool:
+        """Whether a pool may grow now, or gives up; at the first look any may."""
+        if not self._units:
+            return False
+        nodes = await asyncio.to_thread(ask)
+        self._named |= {node.id: node.name for node in nodes}
+        absent = [unit for unit in self._units if unit not in (self._placed or {})]
+        fitting = (
+            self._may_grow_on(node.id)
+            for node in nodes
+            if any(node.free >= unit.gpus and unit.needs <= node.marks for unit in absent)
+        )
+        return any([*fitting, self._placed is None, self._late, self._new])
+
+    async def look(
+        self,
+        asked: Mapping[Unit, str | None],
+        level: Mapping[Unit, int],
+        nodes: Sequence[GpuNode],
+        grows: bool,
+    ) -> None:
+        """Gives up what waits beyond what is needed, and asks for what there is room for."""
+        if not self._units:
+            return
+        self._named |= {node.id: node.name for node in nodes}
+        self._say({unit: node for unit in self._units if (node := asked.get(unit))})
+        late = frozenset(u for u in self._units if asked.get(u, "") is None and level[u] == BEYOND)
+        for unit in late & self._late:
+            await asyncio.to_thread(self._bundles.remove, unit)
+        self._late = late
+        free = {node.id: node.free for node in nodes if node.free and self._may_grow_on(node.id)}
+        found = growth(self._units, asked, free, marks_of(nodes)) if grows else {}
+        self._new = bool(found)
+        for unit, node in found.items():
+            await asyncio.to_thread(self._bundles.create, unit, node)
+
+    def _may_grow_on(self, node: str) -> bool:
+        """Whether the node was compared with the driver's, and is alike; it is asked once."""
+        if node not in self._compared:
+            self._compared[node] = asyncio.create_task(self._comparison(node))
+        task = self._compared[node]
+        return task.done() and task.result()
+
+    async def _comparison(self, node: str) -> bool:
+        try:
+            await self._compare(node)
+        except (StageError, OSError) as error:  # one of a disk or a shared folder, too
+            self._notify(f"cluster: no pool grows on {self._named[node]}: {error}")
+            return False
+        return True
+
+    def _say(self, placed: Mapping[Unit, str]) -> None:
+        before, self._placed = self._placed, placed
+        for pool in dict.fromkeys(unit.pool for unit in self._units):
+            units = [unit for unit in self._units if unit.pool == pool]
+            had = [unit for unit in units if unit in (before or {})]
+            has = [unit for unit in units if unit in placed]
+            if had == has:
+                continue
+            parts = [
+                f"{self._names(u)} on {self._named.get(placed[u], 'a lost node')}"
+                for u in has
+                if u not in had
+            ]
+            parts += [
+                f"{self._names(u)} has left {self._named.get(before[u], 'a lost node')}"
+                for u in had
+                if before and u not in has
+            ]
+            verb = "has" if before is None else "grows to" if len(has) > len(had) else "shrinks to"
+            of = f"{len(has)} of {units[0].least}–{len(units)} replicas"
+            self._notify(f"cluster: {pool} {verb} {of}: {', '.join(parts)}")
+
+    def close(self) -> None:
+        """Ends comparisons of nodes."""
+        for task in self._compared.values():
+            task.cancel()
+        self._compared.clear()
 
 
 @dataclass(frozen=True)
@@ -160,11 +292,13 @@ class Node:
     port: int
     alive: bool
     why: str = ""
+    draining: bool = False
 
     @property
     def loss(self) -> str:
-        """The words for it once it is not alive."""
-        return f"{self.name} is lost" + (f": {self.why}" if self.why else "")
+        """The words for it once it is not alive, or drains."""
+        words = "drains" if self.alive and self.draining else "is lost"
+        return f"{self.name} {words}" + (f": {self.why}" if self.why else "")
 
 
 async def nodes() -> dict[str, Node]:
@@ -178,6 +312,7 @@ async def nodes() -> dict[str, Node]:
     try:
         async with Bound(2 * ANSWER_S):  # for a call that does not keep its own timeout
             found, *_ = await client.async_get_all_node_info(timeout=ANSWER_S)
+            draining = await asyncio.to_thread(draining_nodes)
     except (ray.exceptions.RayError, TimeoutError) as error:
         cause = f"Ray's head does not answer: {' '.join(str(error).split()) or 'no answer in time'}"
         raise StageError("cluster", cause) from error
@@ -188,9 +323,15 @@ async def nodes() -> dict[str, Node]:
             one.node_manager_port,
             one.state == 0,  # GcsNodeInfo.ALIVE
             " ".join(one.death_info.reason_message.split()),
+            key.hex() in draining,
         )
         for key, one in found.items()
     }
+
+
+def draining_nodes() -> frozenset[str]:
+    """Ray's ids of the nodes that are to end soon, and get no process any more."""
+    return frozenset(ray._private.state.state.get_draining_nodes())
 
 
 def group_state(group: PlacementGroup) -> tuple[str, str]:
@@ -261,6 +402,7 @@ class ClusterWatch:
         self._deadline = Deadline("cluster", timer)
         self._clock = clock
         self._alive: Mapping[str, Node] | None = None
+        self._draining: frozenset[str] = frozenset()
         self._changed = False
         self._silent_since: float | None = None
 
@@ -291,14 +433,21 @@ class ClusterWatch:
             self._silent_since = None
 
     def _noticed(self, found: Mapping[str, Node]) -> bool:
-        """Whether nodes were lost or have joined since the last look; says which."""
+        """Whether nodes were lost, have joined or drain since the last look; says which.
+
+        Those that drain make room later, when their processes have left.
+        """
         alive = {key: node for key, node in found.items() if node.alive}
         before, self._alive = self._alive or alive, alive
         for key in before.keys() - alive.keys():
             self._notify(f"cluster: {found.get(key, before[key]).loss}")
         for key in alive.keys() - before.keys():
             self._notify(f"cluster: {alive[key].name} has joined")
-        return before.keys() != alive.keys()
+        draining = frozenset(key for key, node in alive.items() if node.draining)
+        for key in draining - self._draining:
+            self._notify(f"cluster: {alive[key].name} drains: its processes leave it")
+        self._draining = draining
+        return bool(draining) or before.keys() != alive.keys()
 
     def _head_is_silent(self, asked: float, error: Exception) -> None:
         words = error.cause if isinstance(error, StageError) else " ".join(str(error).split())

@@ -79,8 +79,8 @@ def train_threads(config: RunConfig, device: str, cores: int, entries: int) -> i
         return train.threads
     if device == "cuda":
         return max(cores // ranks, 1) if train.offload == "parameters" else 1
-    engines = config.rollout.replicas + config.eval.replicas
-    engines += sum(teacher.replicas for teacher in config.teachers.values() if teacher.gpus)
+    engines = config.rollout.max_replicas + config.eval.max_replicas
+    engines += sum(teacher.max_replicas for teacher in config.teachers.values() if teacher.gpus)
     wanted = max((cores - engines) // ranks, min(2, cores // ranks))
     return max(min(wanted, entries // ENTRIES_OF_A_THREAD), 1)
 

@@ -21,7 +21,14 @@ Quantization = Literal[
     "nvfp4_per_token",
 ]
 FakeQuantization = Literal[
-    "fp8_per_tensor", "fp8_per_block", "int8_per_channel", "int4_group32", "int2_group32"
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "mxfp8",
+    "int8_per_channel",
+    "int4_group32",
+    "mxfp4",
+    "nvfp4",
+    "int2_group32",
 ]
 CacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 NEWEST = 1000

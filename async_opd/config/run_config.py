@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
 from async_opd.config.sections.data import ColdStartConfig, DataConfig, beginnings
+from async_opd.config.sections.elastic import Pooled
 from async_opd.config.sections.environment import ENVIRONMENT, EnvironmentConfig
 from async_opd.config.sections.evaluation import EvalConfig, GradingConfig
 from async_opd.config.sections.log import LogConfig, ReportConfig
@@ -155,6 +156,7 @@ class RunConfig(Section):
         yield from self._weight_faults()
         yield from self._period_faults()
         yield from self._keeping_faults()
+        yield from self._elastic_faults()
         yield from self._curriculum_faults()
         if rollout.host is not None:
             yield from self._colocation_faults()
@@ -247,6 +249,24 @@ class RunConfig(Section):
         if self.guardrail.mode == "roll_back" and not (self.steps_between(self.checkpoint) or best):
             fault = "found roll_back, but checkpoint.every is 0: there is nothing to go back to"
             yield "guardrail.mode", fault, "set checkpoint.every"
+
+    def _elastic_faults(self) -> Iterator[tuple[str, str, str]]:
+        """Pools that are to follow the cluster, where they cannot."""
+        hosts = {teacher.host for teacher in self.teachers.values()}
+        named: dict[str, tuple[Pooled, bool]] = {
+            "rollout": (self.rollout, self.rollout.host is not None or "rollout" in hosts),
+            "eval": (self.eval, False),
+            **{f"teachers.{name}": (t, t.host is not None) for name, t in self.teachers.items()},
+        }
+        for name, (pool, shares) in named.items():
+            fewest, most = pool.min_replicas, pool.max_replicas
+            if fewest < most and shares:
+                fault = f"found {fewest} to {most}, but engines that share GPUs with others stay"
+                yield f"{name}.replicas", fault, "set a number"
+            elif fewest < most and self.cluster.address is None:
+                fault = f"found {fewest} to {most}, but a local run has one machine"
+                remedy = "set cluster.address (auto joins the cluster of RAY_ADDRESS), or a number"
+                yield f"{name}.replicas", fault, remedy
 
     def _curriculum_faults(self) -> Iterator[tuple[str, str, str]]:
         """Steps without a source, and sources with steps where there are none."""

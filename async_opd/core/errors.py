@@ -29,6 +29,7 @@ All of them are picklable: they cross process boundaries through Ray.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 
 class AsyncOPDError(Exception):
@@ -59,6 +60,11 @@ class ConfigError(AsyncOPDError):
     def __init__(self, problems: list[Problem], after: str = "") -> None:
         super().__init__(problems, after)
         self.problems, self.after = problems, after
+
+    @classmethod
+    def of(cls, key: str, message: str, remedy: str, where: str = "command line") -> Self:
+        """The error of a single problem, by default of an argument of the command."""
+        return cls([Problem(where, key, message, remedy)])
 
     def __str__(self) -> str:
         count = len(self.problems)

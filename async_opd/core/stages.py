@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from async_opd.core.batch import Batch, unpack
+from async_opd.core.batch import Batch, PayloadStore, unpack
 from async_opd.core.reports import (
     Captured,
     Events,
@@ -78,7 +78,11 @@ class Lease:
 
 @dataclass(frozen=True)
 class TopicStats:
-    """A topic now, and its totals since the start (samples; bytes)."""
+    """A topic now, and its totals since the start (samples; bytes).
+
+    ``spilled`` are the bytes that nodes with stored payloads have written to their disks since
+    their first store started: of topic ``scored`` in a run with such payloads.
+    """
 
     ready: int
     leased: int
@@ -89,6 +93,7 @@ class TopicStats:
     expired: int
     waiting_producers: int
     waiting_consumers: int
+    spilled: int | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,17 @@ class Queue(Protocol):
 
     async def contents(self, topic: str, uids: Collection[Uid]) -> tuple[Batch, ...]:
         """The topic's samples of these uids, leased or ready; they stay there."""
+        ...
+
+    async def score_again(self, topic: str, lost: Collection[int]) -> None:
+        """Samples whose stored payloads, by number, are lost: their teachers get the rollouts.
+
+        A lease that has one expires. Numbers that the topic does not have are ignored.
+        """
+        ...
+
+    async def payload_store(self, node: str) -> PayloadStore:
+        """The store of a node; it is started if there is none, or if it has died."""
         ...
 
     async def keep_media(

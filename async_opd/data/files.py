@@ -103,12 +103,7 @@ def _elsewhere(path: Path) -> str:
 
 
 def file_rows(
-    source: RowSource,
-    path: RowFile,
-    index: int,
-    data: DataConfig,
-    start: int = 0,
-    before: int = 0,
+    source: RowSource, path: RowFile, index: int, data: DataConfig, start: int = 0, before: int = 0
 ) -> Iterator[Row | SourceError]:
     """The rows of a source's file from position ``start`` on; see PromptSource.rows.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import beginnings
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 from async_opd.data.streamed_rows import StreamedRows
 
 MAX_STEPS = (1 << 31) - 1
@@ -106,6 +106,6 @@ def with_steps(config: RunConfig, rows: Sequence[Sequence[object] | StreamedRows
     steps = max(1, math.ceil(round(samples / config.train.batch_size, 9)))
     if steps > MAX_STEPS:
         message = f"found {config.train.epochs:g}, which is {steps} steps"
-        raise ConfigError([Problem("the config", "train.epochs", message, "take fewer")])
+        raise ConfigError.of("train.epochs", message, "take fewer", "the config")
     train = config.train.model_copy(update={"steps": steps, "epochs": None})
     return config.model_copy(update={"train": train})

@@ -6,9 +6,9 @@ a part begins ──add_origin──► origin.json ──read_origins──► 
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,9 @@ def add_origin(
 ) -> None:
     """Appends this start. ``redacted`` hides secrets of the command. OSError."""
     command = redacted(shlex.join(["async_opd", *argv]))
-    origin = Origin(command, _versions(), _commit(Path(__file__).parents[2]), clock(), device)
+    origin = Origin(
+        command, versions(PACKAGES), _commit(Path(__file__).parents[2]), clock(), device
+    )
     content = _Origins.dump_json([*read_origins(run_dir), origin], indent=1)
     write_atomically(run_dir / ORIGIN, content.decode() + "\n")
 
@@ -66,15 +68,18 @@ def read_origins(run_dir: Place) -> list[Origin]:
         return []
 
 
-def _versions() -> dict[str, str]:
-    """Of Python and of the packages that are installed."""
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def installed(distribution: str) -> str:
+    """The version of a distribution; '' if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of Python, and of those of the packages that are installed."""
+    found = {package: installed(package) for package in packages}
+    return {"python": platform.python_version()} | {k: v for k, v in found.items() if v}
 
 
 def _commit(checkout: Path) -> str:

@@ -68,11 +68,7 @@ such a module is complete only when everything has come."""
 
 
 def reload_bytes(
-    size: ModelSize,
-    itemsize: int,
-    parallel: int,
-    chunk: int | None,
-    scheme: Scheme | None = None,
+    size: ModelSize, itemsize: int, parallel: int, chunk: int | None, scheme: Scheme | None = None
 ) -> int:
     """The peak on each of ``parallel`` GPUs of an engine, for entries of ``itemsize`` bytes.
 
@@ -138,7 +134,7 @@ class PoolMemory:
 
 def pool_memory(config: RunConfig, machine: Machine) -> list[PoolMemory]:
     """All pools that the run has on its own machines. ModelError for a model that is not local."""
-    names = ["train", "rollout", *([EVAL] if config.eval.replicas else [])]
+    names = ["train", "rollout", *([EVAL] if config.eval.min_replicas else [])]
     names += [f"teachers.{name}" for name, t in config.teachers.items() if t.gpus]
     return [memory_of(config, name, machine) for name in names]
 
@@ -338,7 +334,8 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
 def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
     """Each of an engine's GPUs has a shard of its weights, its host while the engine sleeps.
 
-    Images are kept once for all GPUs of an engine.
+    Images are kept once for all GPUs of an engine. On GPUs a pool has the engines that it needs to
+    start, on CPUs the most that it may have.
     """
     pool, model = engine_section(config, name)
     parallel = pool.tensor_parallel
@@ -351,13 +348,13 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
         host |= _received(config, machine)
     if machine.device == "cpu":
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
-        return PoolMemory(name, pool.replicas, {}, host)
+        return PoolMemory(name, pool.max_replicas, {}, host)
     terms = {"weights": weights // parallel, "least KV cache": LEAST}
     terms |= outside(config, name, machine)
     hosts = {teacher.host for teacher in config.teachers.values()}
     if pool.host is not None or name in hosts:
         host["weights asleep"] = int(weights * machine.sizes(model).pinned(parallel)) // parallel
-    return PoolMemory(name, pool.replicas * parallel, terms, host)
+    return PoolMemory(name, pool.min_replicas * parallel, terms, host)
 
 
 def outside(config: RunConfig, name: str, machine: Machine) -> Terms:
@@ -380,7 +377,8 @@ def communicators(config: RunConfig, name: str, machine: Machine) -> int:
     synced = config.sync_backend not in THROUGH_HOST
     if name == "train":
         train = config.train
-        groups = (config.rollout.replicas if config.sync.rolling else 1) + config.eval.replicas
+        groups = config.rollout.max_replicas if config.sync.rolling else 1
+        groups += config.eval.max_replicas
         among = 1 + 2 * (train.replicate > 1) + (train.context_parallel > 1)
         return among * (train.ranks > 1) + groups * synced
     pool, model = engine_section(config, name)

@@ -93,7 +93,9 @@ class Metering:
             self._reported = now
         for topic, stats in topics.items():
             metrics |= {
-                f"queue/{topic}/{key}": float(value) for key, value in asdict(stats).items()
+                f"queue/{topic}/{key}": float(value)
+                for key, value in asdict(stats).items()
+                if value is not None
             }
         self._last = now
         return metrics

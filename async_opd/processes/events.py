@@ -17,6 +17,7 @@ class State(enum.Enum):
 
     SERVING = enum.auto()
     EJECTED = enum.auto()
+    ABSENT = enum.auto()
     REBUILDING = enum.auto()
     GONE = enum.auto()
 
@@ -47,6 +48,9 @@ class Event:
         words = {
             (State.SERVING, State.EJECTED): f"is ejected: {self.cause}",
             (State.EJECTED, State.SERVING): "serves again",
+            (State.EJECTED, State.ABSENT): f"has left its place: {self.cause}",
+            (State.REBUILDING, State.ABSENT): f"has left its place: {self.cause}",
+            (State.ABSENT, State.REBUILDING): "has a place in the cluster, and is being started",
             (State.EJECTED, State.REBUILDING): f"is being rebuilt{soon}{after}",
             (State.REBUILDING, State.REBUILDING): f"is being rebuilt{soon}{after}",
             (State.REBUILDING, State.SERVING): "is rebuilt",

@@ -3,8 +3,10 @@
        ┌──── a probe succeeds: the same incarnation ────┐
        ▼                                                │
     SERVING ──── a failure of this incarnation ────► EJECTED ──────────────┐
-       ▲                                                │ no probe succeeds │ its policy
-       │                                                ▼                   │ rebuild it
+       ▲        its place in the cluster is lost,       │ no probe succeeds │ its policy
+       │     ABSENT ◄──── or its node drains ───────────┤                   │ rebuild it
+       │        └──────── it has another place ───────┐ │                   │
+       │                                              ▼ ▼                   │
        └──── rebuilt: the next incarnation ──────── REBUILDING ◄─┐          │
                                                         │   │    │          │
                                      no try is left ────┤   └────┘          │
@@ -21,6 +23,8 @@ A kind of member has a ``Policy``:
     trainer             one death of a rank rebuilds all ranks, between two pipelines (``mend``);
                         queue, scorer and rollouter are ``replaced`` with it, whatever their states
 
+A member of a pool that grows with the cluster begins ABSENT where there is no place for it yet.
+
 Balancer, weight sync and GPU time sharing read the members' states, or listen to the events. A
 failure names the incarnation that it saw: an answer that comes after a rebuild changes nothing.
 """
@@ -32,13 +36,13 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import Displaced, StageError
 from async_opd.processes.events import Event, State, one_line
 from async_opd.processes.restarts import Restarts
-from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.deadline import Deadline, Timer, race
 from async_opd.waiting.waits import Waits
 
 T = TypeVar("T")
@@ -46,6 +50,9 @@ Result = TypeVar("Result")
 
 LONGEST_PAUSE_S = 30.0
 """Between two probes of a member that may be away for long."""
+
+DRAINING_S = 2.0
+"""Between two looks at the nodes of members: machines may end half a minute after they drain."""
 
 
 @dataclass(eq=False)
@@ -74,6 +81,17 @@ Rebuild = Callable[[Member[T]], Coroutine[Any, Any, T]]
 Errors = type[Exception] | tuple[type[Exception], ...]
 
 
+class Places(Protocol):
+    """The places in the cluster for the members of a set."""
+
+    async def placed(self, index: int) -> None:
+        """Returns when a member has a place; gives one up first whose node drains. Unbounded."""
+
+    async def draining(self) -> Mapping[int, str]:
+        """The members whose node drains now, each with words for it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy(Generic[T]):
     """The actions of a set on its members; all but ``supervision`` may be left out.
@@ -95,6 +113,9 @@ class Policy(Generic[T]):
     GPUs, once that is certain. Neither its rebuild counts in ``max_restarts`` then, nor a try of a
     rebuild that raises one.
 
+    With ``places`` such a member, and one whose node drains, is ABSENT until it has another place:
+    it has not failed. Without, its rebuild waits for the place.
+
     ``needed`` members at least must be left: fewer end ``MemberSet.run`` with the last failure.
 
     ``start_s`` is the bound of a rebuild in the lines of ``waits``. ``took_s`` returns how long the
@@ -109,6 +130,7 @@ class Policy(Generic[T]):
     probes: float = math.inf
     patience_s: float = math.inf
     displaced: Probe[T] | None = None
+    places: Places | None = None
     rebuild: Rebuild[T] | None = None
     reached: Callable[[Member[T]], float] = lambda member: 0.0
     needed: int = 0
@@ -122,11 +144,13 @@ class Policy(Generic[T]):
 class MemberSet(Generic[T]):
     """The members of one kind, in the order of ``values``. ``run`` supervises all of them.
 
+    One without a value is ABSENT at first; all others serve.
+
     ``waits`` says which of them are waited for.
     """
 
     name: str
-    values: Mapping[str, T]
+    values: Mapping[str, T | None]
     policy: Policy[T]
     timer: Timer | None = None
     clock: Callable[[], float] = time.monotonic
@@ -134,8 +158,14 @@ class MemberSet(Generic[T]):
     all: tuple[Member[T], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """All of them serve."""
-        self.all = tuple(Member(i, *item) for i, item in enumerate(self.values.items()))
+        """See the class."""
+        self.all = tuple(
+            Member(i, name, cast(T, value)) for i, (name, value) in enumerate(self.values.items())
+        )
+        for member in self.all:
+            if member.value is None:
+                member.state = State.ABSENT
+                member.failure = Displaced(member.name, "the cluster had no place for it")
         config = self.policy.supervision
         self._restarts = {member: Restarts(config, self.clock) for member in self.all}
         self.failures = 0
@@ -149,6 +179,11 @@ class MemberSet(Generic[T]):
     def serving(self) -> list[Member[T]]:
         """Those that work now."""
         return [member for member in self.all if member.state is State.SERVING]
+
+    @property
+    def present(self) -> list[Member[T]]:
+        """Those that have a process, or are to get one."""
+        return [m for m in self.all if m.state not in (State.ABSENT, State.GONE)]
 
     @property
     def left(self) -> list[Member[T]]:
@@ -227,6 +262,8 @@ class MemberSet(Generic[T]):
         async with asyncio.TaskGroup() as group:
             for member in self.left:
                 group.create_task(self._keep(member), name=member.name)
+            if self.policy.places is not None:
+                group.create_task(self._withdraw(self.policy.places), name=f"{self.name} drains")
 
     async def watch(self, member: Member[T]) -> None:
         """Returns when a member that serves has failed."""
@@ -242,6 +279,8 @@ class MemberSet(Generic[T]):
     async def mend(self, member: Member[T]) -> None:
         """Returns when an ejected member serves again, itself or another incarnation, or is gone.
 
+        Or when it is ABSENT. One that is absent is rebuilt: it has a place.
+
         Raises its last failure if fewer are left then than are needed.
         """
         bound = (self.policy.patience_s, "")
@@ -255,7 +294,12 @@ class MemberSet(Generic[T]):
         if member.state is State.EJECTED:
             if policy.leave is not None:
                 await policy.leave(member)
-            displaced = policy.displaced and await policy.displaced(member)
+            displaced: Exception | None = member.failure
+            if not isinstance(displaced, Displaced):  # its node does not drain
+                displaced = policy.displaced and await policy.displaced(member)
+            if displaced and policy.places is not None:
+                self._move(member, State.ABSENT, displaced)
+                return
             if displaced:
                 member.failure = displaced
             elif policy.probe is not None and await self._readmitted(member, policy.probe):
@@ -273,7 +317,39 @@ class MemberSet(Generic[T]):
         while member.state is not State.GONE:
             if member.state is State.SERVING:
                 await self.watch(member)
+            elif member.state is State.ABSENT and self.policy.places is not None:
+                await self.policy.places.placed(member.index)
             await self.mend(member)
+
+    async def _withdraw(self, places: Places) -> None:
+        """Ejects members whose nodes drain, before these are lost. Endless."""
+        while True:
+            for index, why in (await _draining(places)).items():
+                if (member := self.all[index]).state is State.SERVING:
+                    self._move(member, State.EJECTED, Displaced(member.name, why))
+            await Deadline(self.name, self.timer).pause(DRAINING_S)
+
+    async def _start(self, member: Member[T], rebuild: Rebuild[T]) -> None:
+        """Rebuilds the member, which serves at once: nothing else is awaited in between.
+
+        Displaced if its node drains, where no process starts.
+        """
+
+        async def rebuilt() -> None:
+            self.replaced(member, await rebuild(member))
+
+        if (places := self.policy.places) is None:
+            await rebuilt()
+            return
+
+        async def drains() -> NoReturn:
+            while True:
+                await self._pause(member, DRAINING_S)
+                if why := (await _draining(places)).get(member.index):
+                    raise Displaced(member.name, why)
+
+        # one that serves was rebuilt, even if its node is found to drain in the same moment
+        await race(rebuilt(), drains())
 
     async def _serve(self, member: Member[T], incarnation: int) -> None:
         if self.policy.serve is not None:
@@ -313,7 +389,10 @@ class MemberSet(Generic[T]):
         return False
 
     async def _rebuilt(self, member: Member[T], rebuild: Rebuild[T]) -> bool:
-        """Another incarnation, tried later each time; False if none of the tries succeeded."""
+        """Another incarnation, tried later each time; False if none of the tries succeeded.
+
+        A member with ``places`` that loses its place meanwhile is ABSENT again.
+        """
         failed: Exception | None = None
         if isinstance(member.failure, Displaced):
             failed = member.failure
@@ -326,11 +405,13 @@ class MemberSet(Generic[T]):
             self._move(member, State.REBUILDING, failed, delay_s)
             await self._pause(member, delay_s)
             try:
-                value = await rebuild(member)
+                await self._start(member, rebuild)
             except Exception as error:
                 failed = error
+                if isinstance(error, Displaced) and self.policy.places is not None:
+                    self._move(member, State.ABSENT, error)
+                    return True
                 continue
-            self.replaced(member, value)
             return True
         member.failure = failed or member.failure
         return False
@@ -355,3 +436,11 @@ class MemberSet(Generic[T]):
             listener(event)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+async def _draining(places: Places) -> Mapping[int, str]:
+    """See Places.draining; none while the head does not answer."""
+    try:
+        return await places.draining()
+    except StageError:
+        return {}

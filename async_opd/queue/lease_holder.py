@@ -55,7 +55,7 @@ class LeaseHolder:
             self._renewing = asyncio.create_task(self._renew(), name=f"{self._consumer} renews")
         elif self._renewing.done():
             self._renewing.result()
-        self._forget(topic, ack)
+        self.forget(topic, ack)
         consumer = self._consumer
         lease = await self._queue.get(
             topic, at_most, at_least, ack, consumer, tokens=tokens, payloads=payloads
@@ -71,7 +71,7 @@ class LeaseHolder:
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See Queue.ack."""
-        self._forget(topic, lease_id)
+        self.forget(topic, lease_id)
         await self._queue.ack(topic, lease_id)
 
     def close(self) -> None:
@@ -80,7 +80,8 @@ class LeaseHolder:
             self._renewing.cancel()
             self._renewing = None
 
-    def _forget(self, topic: str, ack: Ack) -> None:
+    def forget(self, topic: str, ack: Ack) -> None:
+        """Renews these leases no longer: they have ended, or are about to."""
         self._held[topic].difference_update((ack,) if isinstance(ack, int) else ack or ())
 
     async def _renew(self) -> None:

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from async_opd.core.batch import MESSAGE_BYTES, Batch
+from async_opd.core.batch import MESSAGE_BYTES, Batch, PayloadStore
 from async_opd.core.errors import LeaseExpired, NotLeased, StageError
 from async_opd.core.reports import Events
 from async_opd.core.samples import Header
-from async_opd.core.stages import Ack, Lease, MediaStats, TopicStats
+from async_opd.core.stages import SCORED, Ack, Lease, MediaStats, TopicStats, rollouts_topic
 from async_opd.core.uid import Uid
 from async_opd.media.cache import sound
 from async_opd.processes.events import EventLog
+from async_opd.queue.payloads import COLLECT_S, Claims, PayloadStores
 from async_opd.queue.topic import Topic
 from async_opd.waiting.deadline import Timer, loop_timer
 
@@ -129,8 +131,16 @@ class MessageQueue:
         timer: Timer | None = None,
         kept: tuple[str, ...] = (),
         lease_bytes: int = MESSAGE_BYTES,
+        stores: PayloadStores | None = None,
     ) -> None:
-        """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``."""
+        """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``.
+
+        Without ``stores`` all payloads are in the batches.
+        """
+        self._timer = timer or loop_timer
+        self._stores, self._claims = stores, Claims(self._timer)
+        self._again: Counter[str] = Counter()  # samples to be scored again, by topic, to be logged
+        self._warned: set[str] = set()  # nodes
         self._lease_s = lease_s
         self._event_log = EventLog()
         self._media = HeldMedia()
@@ -139,15 +149,17 @@ class MessageQueue:
                 max_samples,
                 max_bytes,
                 math.inf if name in kept else lease_s,
-                timer or loop_timer,
+                self._timer,
                 self._expiry_logger(name),
                 lease_bytes,
+                self._claims.drop,
             )
             for name in topics
         }
 
     async def put(self, topic: str, batch: Batch) -> None:
-        """See Topic.put."""
+        """See Topic.put. Stored payloads are kept from now on until their samples leave."""
+        self._claims.claim(batch)
         await self._topics[topic].put(batch)
 
     async def get(
@@ -200,6 +212,31 @@ class MessageQueue:
         """See Topic.contents."""
         return self._topics[topic].contents(uids)
 
+    async def score_again(self, topic: str, lost: Collection[int]) -> None:
+        """See Queue.score_again. The rollouts are the first that their teachers get."""
+        gone = self._topics[topic].take_out(lost)
+        for teacher, rollouts in (one for batch in gone for one in batch.rollouts()):
+            self._topics[rollouts_topic(teacher)].put_first(rollouts)
+        if gone:
+            if not self._again:
+                self._timer(COLLECT_S, self._log_again)
+            self._again[topic] += sum(map(len, gone))
+
+    def _log_again(self) -> None:
+        again, self._again = self._again, Counter()
+        for topic, count in again.items():
+            self._event_log.append(
+                f"topic {topic}: {count} samples are scored again: their scores could not be read "
+                "from their node within timeouts.request_s, or are lost: see whether a node or a "
+                "process of its payloads has died; if none has, raise timeouts.request_s"
+            )
+
+    async def payload_store(self, node: str) -> PayloadStore:
+        """See Queue.payload_store. StageError in a run without stores."""
+        if self._stores is None:
+            raise StageError("queue", "this run has no stores of payloads", "see queue.payloads")
+        return await self._stores.open(node)
+
     async def keep_media(
         self,
         owned: Mapping[str, Sequence[str]],
@@ -227,7 +264,23 @@ class MessageQueue:
 
     async def stats(self) -> dict[str, TopicStats]:
         """Counts of every topic."""
-        return {name: topic.stats for name, topic in self._topics.items()}
+        found = {name: topic.stats for name, topic in self._topics.items()}
+        if self._stores is not None:
+            spilled = self._stores.spilled()
+            found[SCORED] = replace(found[SCORED], spilled=sum(spilled.values()))
+            self._warn_of_disks(spilled)
+        return found
+
+    def _warn_of_disks(self, spilled: Mapping[str, int]) -> None:
+        """One message for each node whose object store writes to its disk."""
+        for node, nbytes in spilled.items():
+            if nbytes and node not in self._warned:
+                self._warned.add(node)
+                self._event_log.append(
+                    f"scores do not fit into the memory of node {node}: {nbytes >> 20} MiB of its "
+                    "object store were written to its disk, which is slow: lower queue.max_mib, or "
+                    "give it more with ray start --object-store-memory"
+                )
 
     def _expiry_logger(self, topic: str) -> Callable[[str], None]:
         return lambda text: self._event_log.append(f"topic {topic}: {text}")
@@ -236,3 +289,5 @@ class MessageQueue:
         """Closes every topic."""
         for topic in self._topics.values():
             topic.close()
+        if self._stores is not None:
+            self._stores.close()

@@ -55,6 +55,11 @@ def sample_bytes(kind: ScoreKind, top_k: int, hidden: int = 0, itemsize: int = 0
     return 2 * NUMBER + score_bytes(kind, top_k, hidden, itemsize)
 
 
+STORED_MESSAGES = 4
+"""Times ``MESSAGE_BYTES`` that a call's samples have which stay on their node: the replica holds
+them for a while, some of them twice."""
+
+
 @dataclass(frozen=True)
 class Payload:
     """Bytes for each response token of one teacher's rollouts and samples."""
@@ -64,10 +69,17 @@ class Payload:
     rollout: int
     sample: int
 
-    @property
-    def call_tokens(self) -> int:
-        """Tokens of one call to a replica, so that its answer is one message; at least one."""
-        return max(MESSAGE_BYTES // self.sample, 1)
+    def call_tokens(self, stored: bool = False) -> int:
+        """Tokens of one call to a replica, so that its answer is one message; at least one.
+
+        Of ``stored`` samples it has the rollouts; their own bytes are those of ``STORED_MESSAGES``.
+        """
+        most = MESSAGE_BYTES // self.sample
+        if stored:
+            most = min(
+                STORED_MESSAGES * MESSAGE_BYTES // self.sample, MESSAGE_BYTES // self.rollout
+            )
+        return max(most, 1)
 
 
 def payloads(config: RunConfig, device: Device) -> list[Payload]:
@@ -85,6 +97,33 @@ def payloads(config: RunConfig, device: Device) -> list[Payload]:
         sample = sample_bytes(kind, top_k, hidden, itemsize) + routing
         found.append(Payload(name, kind, rollout_bytes(kind, top_k) + routing, sample))
     return found
+
+
+STORED_FROM = 1 << 20
+"""Bytes of a sample from which on it is stored: queue and scorer then need a sixth of the processor
+time that it costs them by value, and less for larger ones (``python -m benchmarks.payloads``)."""
+
+
+def stored_from(config: RunConfig, device: Device) -> int | None:
+    """Bytes from which on a sample's payload is stored on its node; None if none can be."""
+    found = payloads(config, device)
+    if config.queue.payloads == "value" or not found:
+        return None
+    if config.queue.payloads == "reference":
+        return 0
+    most = config.response_tokens * max(one.sample for one in found)
+    return STORED_FROM if most >= STORED_FROM else None
+
+
+def call_tokens(config: RunConfig, device: Device) -> dict[str, int]:
+    """See Payload.call_tokens, of each teacher; the samples of servers are not stored."""
+    stored = stored_from(config, device) is not None
+    return {
+        one.teacher: one.call_tokens(
+            stored and not isinstance(config.teachers[one.teacher], EndpointTeacher)
+        )
+        for one in payloads(config, device)
+    }
 
 
 def routing_bytes(config: RunConfig) -> int:
@@ -163,7 +202,7 @@ def image_copies(config: RunConfig, teacher: str) -> float:
     n, ranks = config.rollout.n, config.train.ranks // config.train.context_parallel
     scores = config.teachers[teacher]
     sent = 4 / 3 if isinstance(scores, EndpointTeacher) else 0.0
-    return (2 + min(n, scores.replicas) + min(n, ranks)) / n + sent
+    return (2 + min(n, scores.max_replicas) + min(n, ranks)) / n + sent
 
 
 def images_in_words(config: RunConfig, shown: Sequence[tuple[str, int]]) -> str:

@@ -100,6 +100,11 @@ class LeaseTable:
         """The leases of a consumer, in the order in which they were granted."""
         return [entry.lease for entry in self._leases.values() if entry.consumer == consumer]
 
+    def having(self, lost: Collection[int]) -> list[Lease]:
+        """The leases with any of these stored payloads, newest first."""
+        entries = reversed(self._leases.values())
+        return [e.lease for e in entries if any(b.without(lost)[1] for b in e.lease.batches)]
+
     @property
     def batches(self) -> Iterator[Batch]:
         """All leased batches."""
@@ -144,7 +149,8 @@ class Topic:
 
     ``max_samples`` and ``max_bytes`` bound the ready and the leased samples together; see
     ``_has_room`` for the two exceptions. ``notify`` is called with a message for every lease that
-    expired. A lease has at most ``lease_bytes``, or one sample.
+    expired, ``freed`` with samples that leave the topic, or do not come into it. A lease has at
+    most ``lease_bytes``, or one sample.
     """
 
     max_samples: int
@@ -153,6 +159,7 @@ class Topic:
     timer: Timer
     notify: Callable[[str], None] = lambda text: None
     lease_bytes: int = MESSAGE_BYTES
+    freed: Callable[[Batch], None] = lambda batch: None
     _ready: deque[Batch] = field(default_factory=deque)
     _ready_count: int = 0
     _ready_bytes: int = 0
@@ -172,7 +179,10 @@ class Topic:
         self._leases = LeaseTable(self.lease_s, self.timer, self._expire)
 
     async def put(self, batch: Batch) -> None:
-        """Appends a batch, in the order of the calls; waits while there is no room."""
+        """Appends a batch, in the order of the calls; waits while there is no room.
+
+        It may have come in although the call was cancelled.
+        """
         self._refuse_if_closed()
         if not len(batch):
             return
@@ -181,7 +191,9 @@ class Topic:
         self._settle()
         try:
             await future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, QueueClosed):
+            if future.cancelled() or future.exception():
+                self.freed(batch)  # else it came in, in the turn in which the caller was cancelled
             self._settle()
             raise
 
@@ -240,8 +252,32 @@ class Topic:
             return False
         self._nbytes -= sum(batch.nbytes for batch in lease.batches)
         self._acked += len(lease)
+        for batch in lease.batches:
+            self.freed(batch)
         self._settle()
         return True
+
+    def take_out(self, lost: Collection[int]) -> list[Batch]:
+        """Removes samples by the numbers of their stored payloads; leases that have one expire."""
+        for lease in self._leases.having(lost):
+            self._put_back(lease.id)
+        split = [batch.without(lost) for batch in self._ready]
+        gone = [part for _, parts in split for part in parts]
+        if gone:
+            self._ready = deque(part for parts, _ in split for part in parts)
+            count, nbytes = sum(map(len, gone)), sum(part.nbytes for part in gone)
+            self._ready_count, self._acked = self._ready_count - count, self._acked + count
+            self._ready_bytes, self._nbytes = self._ready_bytes - nbytes, self._nbytes - nbytes
+            for batch in gone:
+                self.freed(batch)
+        self._settle()
+        return gone
+
+    def put_first(self, batch: Batch) -> None:
+        """Puts a batch before all others, whatever the bounds: it was in a topic before."""
+        self._ready.appendleft(batch)
+        self._count_put(batch)
+        self._settle()
 
     def renew(self, lease_ids: Iterable[int]) -> None:
         """The time of these leases begins anew. A lease that has expired stays expired."""
@@ -249,6 +285,11 @@ class Topic:
 
     def nack(self, lease_id: int) -> bool:
         """Puts the lease's samples back to the front. False if it was settled before."""
+        found = self._put_back(lease_id)
+        self._settle()
+        return found
+
+    def _put_back(self, lease_id: int) -> bool:
         lease = self._leases.remove(lease_id)
         if lease is None:
             return False
@@ -256,7 +297,6 @@ class Topic:
         self._ready_count += len(lease)
         self._ready_bytes += sum(batch.nbytes for batch in lease.batches)
         self._returned += len(lease)
-        self._settle()
         return True
 
     @property
@@ -330,12 +370,15 @@ class Topic:
             return False
         putter = self._putters.popleft()
         self._ready.append(putter.batch)
-        self._ready_count += len(putter.batch)
-        self._ready_bytes += putter.batch.nbytes
-        self._nbytes += putter.batch.nbytes
-        self._put += len(putter.batch)
+        self._count_put(putter.batch)
         putter.future.set_result(None)
         return True
+
+    def _count_put(self, batch: Batch) -> None:
+        self._ready_count += len(batch)
+        self._ready_bytes += batch.nbytes
+        self._nbytes += batch.nbytes
+        self._put += len(batch)
 
     def _serve_getter(self) -> bool:
         while self._getters and self._getters[0].future.done():

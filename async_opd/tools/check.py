@@ -28,7 +28,7 @@ from async_opd.config.load import dump_config
 from async_opd.config.overrides import add_config, add_run_dir, load_given
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.data.hub import with_cached_data
 from async_opd.data.mixture import with_steps
@@ -45,32 +45,36 @@ from async_opd.observability.run_log import METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.terminal import table_terminal
 from async_opd.observability.trace import TRACE
 from async_opd.prepare import Prepared, prepare
-from async_opd.queue.sizes import images_in_words, in_mib, kept_in_words, payloads, traffic
+from async_opd.queue.sizes import (
+    images_in_words,
+    in_mib,
+    kept_in_words,
+    payloads,
+    stored_from,
+    traffic,
+)
 from async_opd.waiting.own_loop import run_to_end
 
 if TYPE_CHECKING:
     from async_opd.models.engine_args import Device
 
-ABOUT = """\
-Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
-with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
-it finds, each with a remedy. Looks for the files of code that the config names; without --load it
-runs none of it, and sends no key. With --episodes 4 it starts the student's engine, and plays four
-episodes of the config's environment.
-
-  async_opd check config.yaml rollout.replicas=4
-  async_opd check config.yaml --load
-  async_opd check config.yaml --cluster
-
-With --cluster it also joins the cluster of cluster.address or RAY_ADDRESS, and has each of its
-nodes compared with this one, as before a run: no engine starts, and no GPU is reserved. Without
---load nodes are asked in their own environment, not in that of cluster.env and runtime_env.
-"""
-
 
 def add_check(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd check``."""
-    parser.description = ABOUT
+    """Checks config, models, tokenizers, data and endpoints without starting an engine.
+
+    Prints the config with all defaults, the pools with their GPUs, and the bytes that samples take;
+    or every problem that it finds, each with a remedy. Looks for the files of code that the config
+    names; without --load it runs none of it, and sends no key. With --episodes 4 it starts the
+    student's engine, and plays four episodes of the config's environment.
+
+      async_opd check config.yaml rollout.replicas=4
+      async_opd check config.yaml --load
+      async_opd check config.yaml --cluster
+
+    With --cluster it also joins the cluster of cluster.address or RAY_ADDRESS, and has each of its
+    nodes compared with this one, as before a run: no engine starts, and no GPU is reserved. Without
+    --load nodes are asked in their own environment, not in that of cluster.env and runtime_env.
+    """
     add_config(parser)
     add_run_dir(parser)
     what = "run the code that the config names (loss, graders, sources, loggers, transport), too, "
@@ -86,7 +90,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 def _check(given: argparse.Namespace) -> int:
     if given.episodes < 0:
         message = f"found {given.episodes}, which is not a number of episodes"
-        raise ConfigError([Problem("command line", "--episodes", message, "for example 4")])
+        raise ConfigError.of("--episodes", message, "for example 4")
     config, notes = load_given(given), list[str]()
     load = given.load or given.episodes > 0
     if given.cluster:
@@ -109,7 +113,7 @@ def _of_the_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if config.cluster.joins is None:
         message = "no cluster is named: a run would start one on this machine"
         remedy = "set cluster.address=auto, or RAY_ADDRESS, on a node of the cluster"
-        raise ConfigError([Problem("--cluster", "cluster.address", message, remedy)])
+        raise ConfigError.of("cluster.address", message, remedy, "--cluster")
     config, notes = with_device(config)
     cluster = config.cluster.model_copy(update={"device": resolve_device(config)})
     return config.model_copy(update={"cluster": cluster}), notes
@@ -154,7 +158,7 @@ def check(
     for pool in pools(config):
         each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
         each += f", {pool.shares}'s" if pool.shares else ""
-        table.add_row(pool.name, str(pool.replicas), each, pool.model)
+        table.add_row(pool.name, pool.count, each, pool.model)
     table_terminal(whole=True).print(table)
     _print_memory(config, device)
     cluster = config.cluster
@@ -260,11 +264,15 @@ def _print_memory(config: RunConfig, device: Device) -> None:
     table_terminal().print(table)
 
 
+STAYS = "samples of {} and more stay on their teacher's node; the queue has their rollouts"
+"""Where ``queue.payloads`` stores samples."""
+
+
 def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:
     """The bytes that a step moves and that the queue holds, in words."""
     found = payloads(config, device)
     unknown = sorted(config.teachers.keys() - {one.teacher for one in found})
-    most = traffic(config, found, prompt_tokens or 0)
+    most, least = traffic(config, found, prompt_tokens or 0), stored_from(config, device)
     lines = [
         *(
             f"teacher {one.teacher}: {one.kind}, {one.rollout} bytes a response token of a "
@@ -276,6 +284,7 @@ def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> st
         f"{in_mib(most.rollout)}, a sample {in_mib(most.sample)}; a step moves "
         f"{in_mib(most.step_rollouts)} of rollouts and {in_mib(most.step_samples)} of samples "
         f"through the queue, which holds {in_mib(most.queue)}",
+        *([STAYS.format(in_mib(least))] if least is not None else []),
         *([kept_in_words(config, most)] if config.log.replay else []),
     ]
     return "\n".join(lines)

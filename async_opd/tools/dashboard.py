@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
+from async_opd.core.errors import AsyncOPDError, ConfigError
 from async_opd.core.printable import indented
 from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import foreign
@@ -30,20 +30,19 @@ if TYPE_CHECKING:
 
 NAME = "async_opd"
 JSON = "dashboard.json"
-ABOUT = """\
-Saves a wandb workspace for the runs of a project: sections Learning, Staleness, Throughput,
-Teachers, Weight sync and Health; docs/dashboards.md says what each panel shows. Without a login it
-writes dashboard.json and prints the command that saves it. With a login a RUN_DIR, whose config
-may be of somebody else, needs --project.
-
-  async_opd dashboard runs/quickstart --project my-project
-  async_opd dashboard config.yaml --entity my-team
-"""
 
 
 def add_dashboard(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd dashboard``."""
-    parser.description = ABOUT
+    """Saves a wandb workspace for the runs of a project.
+
+    Its sections are Learning, Staleness, Throughput, Teachers, Weight sync and Health;
+    docs/dashboards.md says what each panel shows. Without a login it writes dashboard.json and
+    prints the command that saves it. With a login a RUN_DIR, whose config may be of somebody else,
+    needs --project.
+
+      async_opd dashboard runs/quickstart --project my-project
+      async_opd dashboard config.yaml --entity my-team
+    """
     parser.add_argument("path", metavar="RUN_DIR|CONFIG", help="run directory or YAML file")
     what = "wandb project (default: log.project of the config)"
     parser.add_argument("--project", metavar="P", help=what)
@@ -64,7 +63,7 @@ def _dashboard(given: argparse.Namespace) -> int:
     elif of_run and own_mode() == "online":  # its author may be somebody else
         message = f"found {config.log.project!r}, named by {path}: a project in your own account"
         remedy = f"if it is the right one: --project {shlex.quote(config.log.project)}"
-        raise ConfigError([Problem("command line", "--project", message, remedy)])
+        raise ConfigError.of("--project", message, remedy)
     print(indented(save(config, folder, given.entity, given.path)))
     return 0
 

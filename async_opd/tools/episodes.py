@@ -11,10 +11,9 @@ from itertools import chain, islice
 import uvloop
 
 from async_opd.checks.memory_fit import with_defaults
-from async_opd.cluster.launch import launch_evaluators
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
-from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.errors import ConfigError
 from async_opd.core.printable import indented, on_one_line
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
@@ -24,9 +23,10 @@ from async_opd.models.tokenizer import Text
 from async_opd.observability.stall import most_tokens
 from async_opd.prepare import Prepared
 from async_opd.processes.output import write_stderr
+from async_opd.tools.engines import ToolEngines
 from async_opd.tools.evaluate import evaluation_config
-from async_opd.waiting.deadline import race
 from async_opd.waiting.liveness import ProgressWatchdog
+from rollouter.stage import RollouterStage
 
 SHOWN = 1000
 """Characters of one part of an episode."""
@@ -36,7 +36,7 @@ def play(ready: Prepared, where: str, number: int, redacted: Redactor) -> None:
     """Plays and prints. ConfigError without an environment, StageError of an engine."""
     if ready.config.environment is None:
         message = f"found {number}, but the config has no environment"
-        raise ConfigError([Problem(where, "--episodes", message, "add it, or leave this out")])
+        raise ConfigError.of("--episodes", message, "add it, or leave this out", where)
     config = with_defaults(evaluation_config(ready.config, None, None), ready.device)
     evaluation = config.eval.model_copy(update={"replicas": 1})
     config = config.model_copy(update={"eval": evaluation})
@@ -57,21 +57,13 @@ async def _played(
         rollout.max_tokens, rollout.temperature, rollout.top_p, 1, rollout.top_k, rollout.min_p
     )
     watchdog = ProgressWatchdog("episodes", config.timeouts.stall_s, "timeouts.stall_s")
-    ends = text.response_ends()
-    async with launch_evaluators(config, device=device, eos_ids=ends, notify=_say) as stage:
 
-        async def supervised() -> list[Rollout]:
-            await stage.run()
-            raise StageError("check", "its engine is not supervised any more")
+    async def asked(stage: RollouterStage) -> list[Rollout]:
+        work, most = stage.generate(prompts, sampling), most_tokens(config, len(prompts))
+        return await watchdog.within("waited for episodes", work, stage.progress, most)
 
-        work = stage.generate(prompts, sampling)
-        most = most_tokens(config, len(prompts))
-        bounded = watchdog.within("waited for episodes", work, stage.progress, most)
-        return await race(bounded, supervised())
-
-
-def _say(text: str) -> None:
-    write_stderr(indented(text))
+    engines = ToolEngines(device, text.response_ends(), lambda line: write_stderr(indented(line)))
+    return await engines.of_student(config, "episodes", asked)
 
 
 def _lines(rollout: Rollout, text: Text, redacted: Redactor) -> Iterator[str]:

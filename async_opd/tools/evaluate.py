@@ -33,23 +33,22 @@ if TYPE_CHECKING:
     from async_opd.grading.evaluation import Evaluation, EvaluationResult
     from async_opd.models.engine_args import Device
     from async_opd.models.tokenizer import Text
+    from rollouter.stage import RollouterStage
 
-ABOUT = """\
-Evaluates one model on data.eval of a config, with the graders and the metrics of a run: a model's
-directory, the final model of a run directory, one of its checkpoints, or with --teacher a teacher
-of the config. Starts only the engines that answer. Writes the answers and the metrics into a
-directory; of a checkpoint also its model, with adapters merged.
-
-  async_opd eval config.yaml runs/quickstart eval.n=4 eval.temperature=0.7
-  async_opd eval config.yaml runs/quickstart/checkpoints/step_160
-  async_opd eval config.yaml --teacher sort --json
-"""
 ANSWERS, RESULT, MODEL = "answers", "result.json", "model"
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd eval``."""
-    parser.description = ABOUT
+    """Evaluates one model on data.eval of a config, with the graders and the metrics of a run.
+
+    It is a model's directory, the final model of a run directory, one of its checkpoints, or with
+    --teacher a teacher of the config. Starts only the engines that answer. Writes the answers and
+    the metrics into a directory; of a checkpoint also its model, with adapters merged.
+
+      async_opd eval config.yaml runs/quickstart eval.n=4 eval.temperature=0.7
+      async_opd eval config.yaml runs/quickstart/checkpoints/step_160
+      async_opd eval config.yaml --teacher sort --json
+    """
     parser.add_argument("config", help="YAML file, whose data.eval and eval sections count")
     what = "directory of a model, a run or a checkpoint; by default the config's student"
     parser.add_argument("model", nargs="?", metavar="MODEL|RUN_DIR", help=what)
@@ -110,7 +109,9 @@ def evaluation_config(config: RunConfig, model: str | None, teacher: str | None)
     student = config.student if model is None else _student_of(config, section, model)
     engines = {"engine": section.engine, "tensor_parallel": section.tensor_parallel}
     rollout = config.rollout.model_copy(update={**engines, "placement": "dedicated", "with_": None})
-    evaluation = config.eval.model_copy(update={"replicas": section.replicas, "teachers": False})
+    evaluation = config.eval.model_copy(
+        update={"replicas": section.min_replicas, "teachers": False}
+    )
     train = config.train.model_copy(update={"lora": None})
     parts = {"student": student, "rollout": rollout, "eval": evaluation, "train": train}
     return config.model_copy(update=parts)
@@ -160,7 +161,7 @@ def _exported(checkpoint: Path, target: Path, trusted: bool) -> str:
 
 
 def _refused(key: str, message: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem("command line", key, message, remedy)])
+    return ConfigError.of(key, message, remedy)
 
 
 def evaluate(
@@ -211,7 +212,7 @@ def evaluate(
         made = evaluation_of(evaluated, rows, text, out, readers, limit, pictures)
         if made is None:
             message = f"data.eval has no prompts for teacher {teacher}"
-            raise ConfigError([Problem(where, "data.eval", message, "add some")])
+            raise ConfigError.of("data.eval", message, "add some", where)
         metrics: dict[str, float] = uvloop.run(_measured(evaluated, device, text, made, teacher))
         write_atomically(out / RESULT, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
     return metrics
@@ -221,28 +222,24 @@ async def _measured(
     evaluated: RunConfig, device: Device, text: Text, evaluation: Evaluation, teacher: str | None
 ) -> dict[str, float]:
     """The metrics, after the answers are written. StageError."""
-    from async_opd.cluster.launch import launch_evaluators
     from async_opd.observability.stall import most_tokens
-    from async_opd.waiting.deadline import race
+    from async_opd.tools.engines import ToolEngines
     from async_opd.waiting.liveness import ProgressWatchdog
 
     watchdog = ProgressWatchdog("evaluation", evaluated.timeouts.stall_s, "timeouts.stall_s")
-    ends = text.response_ends()
+
+    async def asked(stage: RollouterStage) -> EvaluationResult:
+        async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+            seen = [prompt.for_teacher for prompt in prompts] if teacher else prompts
+            return await stage.generate(seen, sampling)
+
+        work = evaluation.run(answers, "eval")
+        most = most_tokens(evaluated, evaluation.requests)
+        return await watchdog.within("waited for answers", work, stage.progress, most)
+
+    engines = ToolEngines(device, text.response_ends(), _say)
     try:
-        async with launch_evaluators(evaluated, device=device, eos_ids=ends, notify=_say) as stage:
-
-            async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-                seen = [prompt.for_teacher for prompt in prompts] if teacher else prompts
-                return await stage.generate(seen, sampling)
-
-            async def supervised() -> EvaluationResult:
-                await stage.run()
-                raise StageError("evaluation", "its engines are not supervised any more", "")
-
-            work = evaluation.run(answers, "eval")
-            most = most_tokens(evaluated, evaluation.requests)
-            bounded = watchdog.within("waited for answers", work, stage.progress, most)
-            measured = await race(bounded, supervised())
+        measured = await engines.of_student(evaluated, "evaluation", asked)
         await asyncio.to_thread(evaluation.record, ANSWERS, measured)
     finally:
         evaluation.close()

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from async_opd.config.overrides import add_trust
 from async_opd.config.secrets import Redactor
-from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.printable import on_one_line
 from async_opd.files.foreign import ForeignPath
 from async_opd.models.own_files import TEMPLATES, is_part
@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from async_opd.files.origin import Origin
     from async_opd.tools.given_run import GivenRun
 
-ABOUT = """\
-Writes the student of a run directory (its model/) or of one of its checkpoints, with tokenizer,
-chat template, generation config and a model card: student, teachers, data with a digest, config,
-versions. Adapters are merged; --adapter writes them alone, as a PEFT directory. --push uploads the
-directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private unless it exists.
-
-  async_opd export runs/quickstart student
-  async_opd export runs/quickstart/checkpoints/step_160 at-160 --dtype bfloat16 --push me/student
-  async_opd export s3://bucket/runs/a/step_160 mirrored-160
-"""
 CARD, ADAPTER = "README.md", "adapter"
 FOLDERS = ("", ADAPTER, TEMPLATES)
 """Folders of a model with such files."""
@@ -49,8 +39,17 @@ _MARKS = re.compile(r"([\\`*_~\[\]<>|#@]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd export``."""
-    parser.description = ABOUT
+    """Writes the student of a run directory (its model/) or of one of its checkpoints.
+
+    With it come tokenizer, chat template, generation config and a model card: student, teachers,
+    data with a digest, config, versions. Adapters are merged; --adapter writes them alone, as a
+    PEFT directory. --push uploads the directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository
+    that is private unless it exists.
+
+      async_opd export runs/quickstart student
+      async_opd export runs/quickstart/checkpoints/step_160 at-160 --dtype bfloat16 --push me/it
+      async_opd export s3://bucket/runs/a/step_160 mirrored-160
+    """
     parser.add_argument("source", metavar="RUN_DIR|CHECKPOINT|URL", help="what a run wrote")
     parser.add_argument("out", metavar="OUT", help="directory to make")
     what = "precision of a checkpoint's model (default: train.export_dtype of the run)"
@@ -331,4 +330,4 @@ def without_folders(value: Any) -> Any:
 
 
 def _refused(key: str, message: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem("command line", key, message, remedy)])
+    return ConfigError.of(key, message, remedy)

@@ -69,10 +69,7 @@ def given_run(place: Place, trusted: bool) -> GivenRun:
 
 
 def given_config(
-    run_dir: Place,
-    trusted: bool,
-    record: Mapping[str, Any] | None = None,
-    replayed: bool = False,
+    run_dir: Place, trusted: bool, record: Mapping[str, Any] | None = None, replayed: bool = False
 ) -> RunConfig:
     """The config of a run directory, or of a ``record`` in it, by which the student is loaded.
 
@@ -173,4 +170,4 @@ def _unusable_models(config: RunConfig, where: str, replayed: bool) -> Iterator[
 
 
 def _refused(message: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem("command line", "RUN_DIR|CHECKPOINT", message, remedy)])
+    return ConfigError.of("RUN_DIR|CHECKPOINT", message, remedy)

@@ -18,7 +18,7 @@ from typing import TextIO
 
 from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 from async_opd.core.printable import indented, on_one_line
 from async_opd.files.absent import nearest
 from async_opd.files.foreign import Place, foreign
@@ -41,12 +41,6 @@ SILENT_S = 10.0
 LOST_S = 60.0
 """Seconds without a sign of life after which a process on another machine counts as gone."""
 WAIT_S = 60.0
-ABOUT = """\
-Shows a run in this terminal while it runs in another one, and how it ended. Reads the run directory
-and writes nothing. Ctrl-C ends the view, not the run. Exit code 1: the run's process is gone.
-
-  async_opd watch runs/quickstart
-"""
 READ_BYTES = 16 << 20
 """Bytes that one look reads at most; a longer line is left out."""
 END_BYTES = 64
@@ -114,8 +108,13 @@ class FollowedLines:
 
 
 def add_watch(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd watch``."""
-    parser.description = ABOUT
+    """Shows a run in this terminal while it runs in another one, and how it ended.
+
+    Reads the run directory and writes nothing. Ctrl-C ends the view, not the run. Exit code 1: the
+    run's process is gone.
+
+      async_opd watch runs/quickstart
+    """
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
     what = f"seconds to wait for a run that has not begun yet (default: {WAIT_S:g})"
     parser.add_argument("--wait", type=float, default=WAIT_S, metavar="S", help=what)
@@ -187,7 +186,7 @@ class Watch:
             if self.clock() - since >= wait_s:
                 message = f"{self.folder} holds no run (no config.yaml after {wait_s:g} s)"
                 remedy = "give the directory that run.log is in, or a longer --wait"
-                raise ConfigError([Problem("command line", "RUN_DIR", message, remedy)])
+                raise ConfigError.of("RUN_DIR", message, remedy)
             self.sleep(LOOK_S)
         refuse_other_formats(self.folder)
         config, faults = load_recorded_config(file)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 
@@ -151,10 +151,12 @@ async def race(*works: Awaitable[Result]) -> Result:
     return first.result()
 
 
-async def endless(name: str, work: Awaitable[None]) -> None:
+async def endless(
+    name: str, work: Awaitable[None], during: str = "while the run was going on"
+) -> NoReturn:
     """Awaits a stage's own loop; StageError with the stage's name if the loop ends."""
     await work
-    raise StageError(name, "its loop ended while the run was going on")
+    raise StageError(name, f"its loop ended {during}")
 
 
 async def in_thread(work: Callable[P, Result], *args: P.args, **named: P.kwargs) -> Result:

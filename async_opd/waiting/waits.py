@@ -17,6 +17,9 @@ from async_opd.waiting.deadline import Deadline, Timer
 
 EVERY_S = 10.0
 """Seconds between two lines."""
+LONG_S = 1.0
+"""Seconds of a wait after which a line may name it; also those between two that follow each other:
+the 10 s begin with the first of these."""
 MAX_NAMED = 8
 """Waits that a line names, the oldest ones; it counts the others."""
 WAITING = "waiting for "
@@ -51,6 +54,8 @@ class Waits:
         self._clock = clock
         self._open: list[_Wait] = []
         self._logging: asyncio.Task[None] | None = None
+        self._since = 0.0  # the last line, or the begin of the first wait after it
+        self._ended = -math.inf  # the last long wait
 
     @contextmanager
     def on(self, what: str, bound_s: float = math.inf, each: str = "") -> Iterator[None]:
@@ -61,19 +66,24 @@ class Waits:
         wait = _Wait(what, bound_s, each, self._clock())
         self._open.append(wait)
         if self._logging is None:
+            if wait.since - self._ended > LONG_S:
+                self._since = wait.since
             self._logging = asyncio.create_task(self._log_waits(), name="waits")
         try:
             yield
         finally:
             self._open.remove(wait)
+            if (now := self._clock()) - wait.since >= LONG_S:
+                self._ended = now
             if not self._open:
                 self._logging.cancel()
                 self._logging = None
 
     async def _log_waits(self) -> None:
         while True:
-            await self._deadline.pause(EVERY_S)
-            now, oldest = self._clock(), self._open[:MAX_NAMED]
+            await self._deadline.pause(max(self._since + EVERY_S - self._clock(), LONG_S))
+            self._since = now = self._clock()
+            oldest = self._open[:MAX_NAMED]
             words = [named(one.what, now - one.since, one.bound_s, one.each) for one in oldest]
             if len(self._open) > len(oldest):
                 words.append(f"{len(self._open) - len(oldest)} others")

@@ -40,6 +40,7 @@ from async_opd.core.errors import (
 from async_opd.core.reports import SyncReport
 from async_opd.core.stages import TRAINER
 from async_opd.processes.members import MemberSet
+from async_opd.waiting.deadline import to_its_end
 from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import (
@@ -120,17 +121,23 @@ class BroadcastSync:
         It is compared with the trainer, by rows only if the newest snapshot was; else the next sync
         is. If its weights are wrong and that ends the run, the next push raises the error too. Its
         group connects again before the next push. The caller has to make the member serve before it
-        awaits anything else: a push that begins in between would leave the member out.
+        awaits anything else: a push that begins in between would leave the member out. A
+        cancellation takes effect when the transfer has ended: the trainer is part of it.
         """
         async with self._lock:
             self._groups.replace_receiver(index, receiver, workers)
             if self.newest is not None:
-                number, failures = await self._update_alone(index)
+                number, failures = await to_its_end(self._update_alone(index))
                 if failures:
                     # A rebuild's error is one failed try of its member: only a push ends the run.
                     self._ends = self._counted(failures) or self._ends
                     self._groups.disband(number)
                     raise _worst(failures)
+
+    async def quiet(self) -> None:
+        """Returns when no snapshot or transfer is under way. Unbounded."""
+        async with self._lock:
+            return
 
     async def refresh_evaluators(self) -> None:
         """Gives the newest weights to the evaluation replicas that serve; they have to be idle.

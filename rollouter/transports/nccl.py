@@ -1,6 +1,7 @@
 """Chunks over NCCL: the transport of GPUs. Not yet run on a GPU.
 
-    trainer: pack on a separate stream ──broadcast──► receive and load on the worker's stream
+    trainer: piece n on a separate stream ──broadcast──► receive and load on the worker's stream
+             piece n + 1 ──copy to the GPU, on another──► the other of two buffers
 
 Members connect by NCCL's unique id, which they receive over Ray, and by no store: vLLM's store
 accepts every connection and unpickles its content. NCCL refuses a connection without the 64 random
@@ -16,6 +17,7 @@ import sys
 import threading
 from concurrent.futures import Future
 from functools import partial
+from itertools import cycle
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = ("cuda",)
+PIECE_BYTES = 32 << 20
+"""Of a chunk, which are broadcast at a time: a sender keeps two of them on the trainer's GPU."""
 ENTERING_S = 1.0
 """Seconds within which a thread that has seen that nothing is aborted has called NCCL."""
 
@@ -122,6 +126,8 @@ class NcclSender(chunks.Sender):
     _at: Rendezvous | None = None
     _group: NcclGroup | None = None
     _stream: Any = None
+    _copying: Any = None
+    _buffers: tuple[torch.Tensor, ...] = ()
 
     def open(self, world_size: int) -> Rendezvous:
         """See Sender.open."""
@@ -144,9 +150,26 @@ class NcclSender(chunks.Sender):
         self._group = NcclGroup.joined(self._at, 0)
 
     def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
-        """One broadcast, of one chunk on the GPU at a time. AssertionError before ``connect``."""
+        """A broadcast of each piece; the next is copied to the GPU meanwhile.
+
+        AssertionError before ``connect``.
+        """
+        import torch
+
         assert self._group is not None, "connected first"
-        self._group.broadcast(on_gpu(chunk, self._group.device), timeout_s)
+        left, sending = chunks.SecondsLeft(timeout_s), torch.cuda.current_stream()
+        copying = self._copying = self._copying or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        device = self._group.device
+        self._buffers = self._buffers or (buffer_on(device), buffer_on(device))
+        copying.wait_stream(sending)  # which may still write the chunk, or read the buffers' memory
+        pieces, buffers = iter(torch.split(chunk, PIECE_BYTES)), cycle(self._buffers)
+        coming: torch.Tensor | None = copied(next(pieces), next(buffers), copying)
+        while coming is not None:
+            ready, piece = coming, next(pieces, None)
+            sending.wait_stream(copying)  # for the copies that are queued now
+            # The other buffer is free: its broadcast was complete when it returned.
+            coming = None if piece is None else copied(piece, next(buffers), copying)
+            self._group.broadcast(ready, left())
 
     def broadcast(self, *what: Any) -> float:
         """See Sender.broadcast; the default stream is that of the training steps."""
@@ -160,6 +183,9 @@ class NcclSender(chunks.Sender):
         """See Sender.close."""
         if self._group is not None:
             self._group.close()
+        if self._copying is not None:
+            self._copying.synchronize()  # it may still write a buffer, if a broadcast has failed
+        self._buffers = ()
 
 
 class NcclReceiver(chunks.Receiver):
@@ -175,7 +201,9 @@ class NcclReceiver(chunks.Receiver):
         import torch
 
         chunk = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
-        self._group.broadcast(chunk, timeout_s)
+        left = chunks.SecondsLeft(timeout_s)
+        for piece in torch.split(chunk, PIECE_BYTES):
+            self._group.broadcast(piece, left())
         return chunk
 
     def close(self) -> None:
@@ -183,9 +211,19 @@ class NcclReceiver(chunks.Receiver):
         self._group.close()
 
 
-def on_gpu(chunk: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The chunk there, once the current stream has copied it."""
-    return chunk.to(device, non_blocking=True)
+def buffer_on(device: torch.device) -> torch.Tensor:
+    """Room for a piece."""
+    import torch
+
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
+
+
+def copied(piece: torch.Tensor, buffer: torch.Tensor, stream: Any) -> torch.Tensor:
+    """The piece in the buffer, once the stream is there."""
+    import torch
+
+    with torch.cuda.stream(stream):
+        return buffer[: len(piece)].copy_(piece, non_blocking=True)
 
 
 def keep_inductor_config() -> None:

@@ -79,6 +79,7 @@ CASES = {
     "probe": Case("--pairs 5 8 10 --steps 12 --cache {}"),
     "queue": Case("--repeats 1 --only topk_2048 --batches 4", "ray"),
     "ranks": Case("--layers 1 --batch 2 --tokens 8 --steps 2 --repeats 1"),
+    "scale": Case("--replicas 4 8 --requests 64 --rate 64 --samples 768", "engines"),
     "scoring": Case("--repeats 1 --rollouts 2 --long-rollouts 4", "runs"),
     "soak": Case("--rollouts 2494 --long 6", "ray"),
     "staleness": Case(

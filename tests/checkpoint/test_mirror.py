@@ -44,15 +44,10 @@ from tests.checkpoint.test_store import ROWS, cut
 from tests.properties import examples
 from tests.world.config import run_config as config
 
+pytestmark = pytest.mark.usefixtures("empty_store")
+
 URL = "memory://bucket/run"
 IDENTITY = identity(config(), ROWS)
-
-
-@pytest.fixture(autouse=True)
-def _empty_store() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    yield
-    MemoryFileSystem.store.clear()
 
 
 class LocalRun:

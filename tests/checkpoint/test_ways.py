@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
@@ -27,14 +26,9 @@ from async_opd.files.durable import written_file
 from async_opd.files.remote import RemoteFile
 from tests.checkpoint.test_mirror import IDENTITY, URL, LocalRun, summary, sync
 
+pytestmark = pytest.mark.usefixtures("empty_store")
+
 START = (Beginning("a", 0),)
-
-
-@pytest.fixture(autouse=True)
-def _empty_store() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    yield
-    MemoryFileSystem.store.clear()
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from async_opd.checks.preflight import preflight
-from async_opd.cli import main
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import RewardConfig
 from async_opd.core.errors import Problem
 from tests.checks.inputs import GOOD, MODELS, broken_student, config, found, model, one, rows
 from tests.data.pictures import RED
+from tests.world.cli import Cli
 
 SORT = GOOD[0]
 
@@ -95,9 +95,7 @@ def test_what_the_data_allow_is_none(override: str, tmp_path: Path) -> None:
     assert found(override, *given) == []
 
 
-def test_all_missing_fields_come_at_once_with_the_length_that_does_not_fit(
-    tmp_path: Path,
-) -> None:
+def test_all_missing_fields_come_at_once_with_the_length_that_does_not_fit(tmp_path: Path) -> None:
     override = rows(tmp_path, {"question": "1 + 1", "solution": "2"})
     row, room = found(override, "rollout.max_tokens=2048")
     assert (room.key, "leaves no room for a prompt" in room.message) == ("rollout.max_tokens", True)
@@ -144,10 +142,7 @@ def pictured(folder: Path, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (
-            {"image": {"bytes": None, "path": "cat.png"}},
-            "the field with images in data.images",
-        ),
+        ({"image": {"bytes": None, "path": "cat.png"}}, "the field with images in data.images"),
         ({"audio": "cat.wav"}, "has 'audio', and only text and images are read"),
         ({"images": ["cat.png"]}, "No such file"),
         ({"images": []}, "0 images in 'images' and 1 places for them"),
@@ -208,7 +203,7 @@ def test_the_only_teacher_scores_its_sources_if_it_names_them() -> None:
 
 
 def test_a_path_of_the_working_directory_is_written_as_the_config_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     shutil.copytree(MODELS, tmp_path / "models")
     for folder in ("conf", "data"):
@@ -217,11 +212,9 @@ def test_a_path_of_the_working_directory_is_written_as_the_config_names_it(
     models = "student: {model: ../models/student}\nteachers: {a: {model: models/teacher-sort}}\n"
     (tmp_path / "conf" / "mine.yaml").write_text(models + "data: {train: ../data/row.jsonl}\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["check", "conf/mine.yaml", "data.train=data/rows.jsonl"]) == 2
-    said = capsys.readouterr().err
+    said = cli("check", "conf/mine.yaml", "data.train=data/rows.jsonl", code=2).err
     assert "relative to the config's folder: write ../data/rows.jsonl" in said
-    assert main(["check", "conf/mine.yaml"]) == 2
-    assert "did you mean" in (said := capsys.readouterr().err)
+    assert "did you mean" in (said := cli("check", "conf/mine.yaml", code=2).err)
     assert f"{tmp_path}/data/rows.jsonl?" in said.replace("conf/../", "")
 
 

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.checks.gpu_plan import RANKS, Bundle, GpuNode, Unit, assign, fits, shortage, units
+from async_opd.checks.gpu_plan import (
+    BEYOND,
+    RANKS,
+    Bundle,
+    GpuNode,
+    Unit,
+    assign,
+    fits,
+    growth,
+    levels,
+    shortage,
+    units,
+)
 from async_opd.checks.resources import Pool
 from tests.properties import examples
 
@@ -69,11 +81,7 @@ def test_no_node_gives_more_gpus_than_are_free(
 
 
 @examples(200)
-@given(
-    st.lists(any_size, max_size=6),
-    st.integers(0, 3),
-    st.lists(a_node, max_size=3).map(tuple),
-)
+@given(st.lists(any_size, max_size=6), st.integers(0, 3), st.lists(a_node, max_size=3).map(tuple))
 def test_units_are_assigned_whenever_that_is_possible(
     sizes: list[int], count: int, free: tuple[int, ...]
 ) -> None:
@@ -238,3 +246,66 @@ def test_a_shortage_names_what_pools_need_and_nodes_have() -> None:
     assert pool.split() == ["rollout:", "big", "1", "×", "2", "2"]
     assert a.split() == ["gpu-a:", "big", "1", "1"]
     assert b.split() == ["b", "8", "8"]
+
+
+def elastic(pool: str, least: int, most: int, gpus: int = 1) -> list[Unit]:
+    found = Pool(pool, least, gpus, "m", beyond=most - least)
+    return units([found])
+
+
+a_pool = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 4))
+some_pools = st.lists(a_pool, min_size=1, max_size=3)
+
+
+@given(some_pools, st.lists(a_node, max_size=4), st.data())
+@examples(200)
+def test_pools_grow_in_turn_as_long_as_there_is_room_for_one_of_them(
+    given_pools: list[tuple[int, int, int]], free: list[int], data: st.DataObject
+) -> None:
+    pools = [
+        elastic(f"p{at}", least, least + more, gpus)
+        for at, (least, more, gpus) in enumerate(given_pools)
+    ]
+    wanted = [unit for pool in pools for unit in pool]
+    needed = {unit for unit in wanted if unit.bundles[0].index < unit.least}
+    beyond = [unit for unit in wanted if unit not in needed]
+    asked = needed | set(data.draw(st.lists(st.sampled_from(beyond), unique=True)))
+    found = growth(wanted, asked, room(*free), {})
+    assert not asked & found.keys()
+    left = room(*free)
+    for unit, node in found.items():
+        left[node] -= unit.gpus
+    assert min(left.values(), default=0) >= 0
+    absent = [unit for unit in wanted if unit not in asked and unit not in found]
+    assert all(unit.gpus > max(left.values(), default=0) for unit in absent)
+    counts = Counter(unit.pool for unit in asked)
+    for unit in found:  # a pool with fewer beyond its least has no more, or no room
+        counts[unit.pool] += 1
+        for other in absent:
+            if other.gpus <= unit.gpus:
+                assert counts[other.pool] - other.least >= counts[unit.pool] - unit.least - 1
+
+
+@given(some_pools, st.data())
+@examples(200)
+def test_a_pool_needs_as_many_as_its_least_and_those_first_that_are_placed(
+    given_pools: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    wanted = [
+        unit
+        for at, (least, more, gpus) in enumerate(given_pools)
+        for unit in elastic(f"p{at}", least, least + more, gpus)
+    ]
+    placed = data.draw(st.lists(st.sampled_from(wanted), unique=True))
+    level = levels(wanted, placed)
+    for pool in {unit.pool for unit in wanted}:
+        own = [unit for unit in wanted if unit.pool == pool]
+        needed = [unit for unit in own if level[unit] < BEYOND]
+        assert len(needed) == own[0].least
+        there = [unit for unit in placed if unit.pool == pool]
+        assert set(there[: own[0].least]) <= set(needed)
+
+
+def test_a_pool_that_cannot_grow_needs_all_of_its_engines() -> None:
+    fixed = engines(1, 1, 1)
+    assert set(levels(fixed, []).values()) == {2, 3}

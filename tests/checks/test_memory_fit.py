@@ -353,3 +353,13 @@ def test_the_cache_of_an_engine_on_a_cpu_holds_one_longest_sequence_too(tmp_path
     machine = replace(of_folders(64), device="cpu")
     (_, fault, _), _ = faults_of_cache(of_run(long_models(tmp_path)), machine)
     assert "72.0 GiB of keys and values; the engine's KV cache has 64.0 MiB" in fault
+
+
+def test_a_pool_that_can_grow_is_planned_with_its_most_engines_on_cpus_and_its_least_on_gpus() -> (
+    None
+):
+    joins = {"address": "10.0.0.1:6379"}
+    growing = config("1", eval={"replicas": {"min": 1, "max": 361}}, cluster=joins)
+    assert memory_of(growing, "eval", gpus(80)).processes == 1
+    ((key, _, remedy),) = faults_of_memory(growing, Machine("cpu", 200 * GIB, sizes))
+    assert (key, remedy.split(" (")[0]) == ("eval", "eval.replicas: 0")

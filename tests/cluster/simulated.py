@@ -6,6 +6,7 @@ python -m tests.cluster.simulated run CONFIG …   is async_opd with such engine
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -44,6 +45,8 @@ FACTORIES = Factories(
 )
 STATE = "state.json"
 """The trainer's state, in a checkpoint and in the model."""
+HURRY = "hurry"
+"""A file in the run directory: its steps take no longer than ``FACTORIES`` says."""
 
 
 class KeptLearner(SimulatedLearner):
@@ -51,8 +54,14 @@ class KeptLearner(SimulatedLearner):
 
     steps = version = captured = 0
 
+    def __init__(self, speed: TrainPlan, hurry: Path) -> None:
+        super().__init__(speed)
+        self._hurry = hurry
+
     def train_batch(self, samples: Sequence[Sample], images: object = None) -> LearnerReport:
         self.steps += 1
+        if self._hurry.exists():
+            self._speed = FACTORIES.trainer.extra[0]
         return super().train_batch(samples, images)
 
     def capture(self, version: int) -> int:
@@ -75,9 +84,10 @@ class KeptLearner(SimulatedLearner):
 
 
 def build_trainer(config: RunConfig, device: str, queue: Queue, speed: TrainPlan) -> TrainerStage:
-    """The simulated one, with checkpoints."""
+    """The simulated one, with checkpoints; a ``plan`` of the config gives its speed."""
+    speed = config.plan.train if config.plan else speed
     stage = build_simulated_trainer(config, device, queue, speed)
-    stage._learner = KeptLearner(speed)  # type: ignore[assignment]
+    stage._learner = KeptLearner(speed, Path(config.run_dir or "") / HURRY)  # type: ignore[assignment]
     return stage
 
 
@@ -102,7 +112,8 @@ if __name__ == "__main__":
     student = Factory(
         FACTORIES.student.path, (RolloutPlan(step_s=1e-3), 16, Lengths(4, 0.3, 8), 0.01)
     )
-    trainer = Factory("tests.cluster.simulated:build_trainer", FACTORIES.trainer.extra)
+    speed = TrainPlan(overhead_s=float(os.environ.get("STEP_S", "0.02")), tokens_per_s=1e9)
+    trainer = Factory("tests.cluster.simulated:build_trainer", (speed,))
     made = Factories(student, FACTORIES.teacher, trainer)
     run_module.launch = partial(launch, factories=made)  # type: ignore[assignment]
     sys.exit(main(sys.argv[1:]))

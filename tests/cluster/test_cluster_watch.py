@@ -28,6 +28,8 @@ B = Node("machine-b (10.0.0.2)", "10.0.0.2", 1, True)
 C = Node("machine-c (10.0.0.3)", "10.0.0.3", 1, True)
 LOST_C = replace(C, alive=False, why="health check failed")
 
+DRAINING_C = replace(C, draining=True)
+
 
 class World:
     """A cluster of the nodes b and c whose head answers or not; time passes when a test says so."""
@@ -60,10 +62,11 @@ NODE_C = "cluster: machine-c (10.0.0.3)"
         ([{}, {}, *[{"b": B, "c": LOST_C}] * 2], f"{NODE_C} is lost: health check failed"),
         ([{}, {"b": B}], f"{NODE_C} is lost"),
         ([{"b": B}, {"b": B, "d": C}, {}], f"{NODE_C} has joined"),
+        ([{}, *[{"b": B, "c": DRAINING_C}] * 2], f"{NODE_C} drains: its processes leave it"),
     ],
-    ids=["lost", "forgotten by Ray", "joined"],
+    ids=["lost", "forgotten by Ray", "joined", "drains"],
 )
-async def test_a_node_that_is_lost_or_joins_is_one_line_and_those_at_the_start_none(
+async def test_a_node_that_is_lost_joins_or_drains_is_one_line_and_those_at_the_start_none(
     looks: list[dict[str, Node]], line: str
 ) -> None:
     world = World()

@@ -7,6 +7,7 @@ import pytest
 from async_opd.checks.gpu_plan import Bundle, GpuNode, Unit
 from async_opd.cluster.gpu_bundles import names
 from async_opd.cluster.watching import Placement
+from async_opd.core.errors import StageError
 from async_opd.waiting.waits import EVERY_S, Waits
 from tests.world.clock import ManualTimer
 
@@ -30,11 +31,14 @@ class Cluster:
     def __init__(self, *units: Unit, **gpus: int) -> None:
         self.units = units
         self.gpus = gpus
+        self.differs: set[str] = set()
+        self.unread: set[str] = set()
         self.placed: dict[Unit, str | None] = dict.fromkeys(units)
         self.timer = ManualTimer()
         self.lines: list[str] = []
         waits = Waits(self.lines.append, self.timer, self.timer.clock)
-        self.placement = Placement(self, (), self.lines.append, waits, self.nodes, names)
+        given = (self.lines.append, waits, self.nodes, names, self.compare)
+        self.placement = Placement(self, (), *given)
         self.ray_places(*units)
 
     def free(self, node: str) -> int:
@@ -49,12 +53,18 @@ class Cluster:
     def asked(self) -> dict[Unit, str | None]:
         return dict(self.placed)
 
-    def create(self, unit: Unit) -> None:
+    def create(self, unit: Unit, node: str | None = None) -> None:
         assert unit not in self.placed
         self.placed[unit] = None
 
     def remove(self, unit: Unit) -> None:
         del self.placed[unit]
+
+    async def compare(self, node: str) -> None:
+        if node in self.unread:
+            raise OSError(28, "No space left on device")
+        if node in self.differs:
+            raise StageError("cluster", "its node differs: vllm is 0.31")
 
     def ray_places(self, *first: Unit) -> None:
         for one in (*first, *self.units):
@@ -174,3 +184,102 @@ async def test_a_unit_gets_gpus_of_nodes_with_what_it_needs_only() -> None:
         await cluster.placement.look(changed)
     cluster.placement.close()
     assert cluster.placed[S1] is None
+
+
+def elastic(pool: str, least: int, most: int) -> list[Unit]:
+    return [Unit((Bundle(pool, index, 1),), least=least) for index in range(most)]
+
+
+STUDENTS, TEACHERS = elastic("rollout", 1, 4), elastic("teachers.sort", 1, 2)
+
+
+def growing(**gpus: int) -> Cluster:
+    """A cluster whose run has what it needs: one replica each, and the trainer."""
+    cluster = Cluster(TRAIN, *STUDENTS, *TEACHERS, **gpus)
+    needed = (TRAIN, STUDENTS[0], TEACHERS[0])
+    cluster.placed = dict.fromkeys(needed)
+    cluster.ray_places(*needed)
+    return cluster
+
+
+async def test_pools_grow_in_turn_when_a_machine_joins_and_shrink_with_it() -> None:
+    cluster = growing(b=3)
+    await cluster.looks()
+    assert cluster.lines == [
+        "cluster: rollout has 1 of 1–4 replicas: student/0 on b",
+        "cluster: teachers.sort has 1 of 1–2 replicas: teacher sort/0 on b",
+    ]
+    cluster.gpus["c"] = 3
+    await cluster.looks()
+    assert cluster.served == {TRAIN, *STUDENTS[:3], *TEACHERS}
+    assert cluster.lines[2:] == [
+        "cluster: rollout grows to 3 of 1–4 replicas: student/1 on c, student/2 on c",
+        "cluster: teachers.sort grows to 2 of 1–2 replicas: teacher sort/1 on c",
+    ]
+    cluster.lose("c")
+    await cluster.looks()
+    assert cluster.placed.keys() == {TRAIN, STUDENTS[0], TEACHERS[0]}  # no unit waits for more
+    assert cluster.lines[4:] == [
+        "cluster: rollout shrinks to 1 of 1–4 replicas: student/1 has left c, student/2 has left c",
+        "cluster: teachers.sort shrinks to 1 of 1–2 replicas: teacher sort/1 has left c",
+    ]
+
+
+async def test_replicas_beyond_the_least_give_their_gpus_to_the_trainer_first() -> None:
+    cluster = growing(b=1, c=5)
+    await cluster.looks()
+    trainers = cluster.placed[TRAIN]
+    cluster.lose(str(trainers))
+    await cluster.looks(12)
+    assert {TRAIN, TEACHERS[0]} <= cluster.served or len(cluster.gpus) == 0
+    assert sum(unit in cluster.served for unit in STUDENTS) >= 1
+
+
+async def test_a_replica_that_stays_covers_for_one_of_the_first_that_is_lost() -> None:
+    cluster = growing(b=3)
+    cluster.gpus["c"] = 1
+    await cluster.looks()
+    cluster.placed[STUDENTS[0]] = None
+    cluster.gpus["b"] = 2
+    await cluster.looks()
+    assert cluster.served == {TRAIN, STUDENTS[1], TEACHERS[0]}
+    assert not any("missing" in line for line in cluster.lines)
+
+
+async def test_no_pool_grows_on_a_node_that_differs_which_is_said_once() -> None:
+    cluster = growing(b=3)
+    cluster.differs = {"c"}
+    cluster.gpus["c"] = 3
+    await cluster.looks(12)
+    assert cluster.served == {TRAIN, STUDENTS[0], TEACHERS[0]}
+    assert [line for line in cluster.lines if "differs" in line] == [
+        "cluster: no pool grows on c: cluster: its node differs: vllm is 0.31"
+    ]
+
+
+async def test_a_node_that_cannot_be_compared_ends_no_run() -> None:
+    cluster = growing(b=3)
+    cluster.unread = {"c"}
+    cluster.gpus["c"] = 3
+    await cluster.looks(12)
+    assert "cluster: no pool grows on c: [Errno 28] No space left on device" in cluster.lines
+
+
+async def test_a_unit_on_a_node_that_is_not_known_yet_is_said_without_its_name() -> None:
+    cluster = growing(b=3)
+    await cluster.looks()
+    cluster.placed[STUDENTS[1]] = "gone by now"
+    await cluster.looks()
+    assert any("student/1 on a lost node" in line for line in cluster.lines)
+
+
+async def test_who_gets_gpus_without_being_the_only_one_of_its_pool_only_comes_first() -> None:
+    students = elastic("rollout", 2, 2)
+    cluster = Cluster(TRAIN, *students, *TEACHERS, b=4)
+    cluster.placed = {TRAIN: "b", students[0]: "b", students[1]: None} | dict.fromkeys(
+        TEACHERS, "b"
+    )
+    for changed in (True, False):
+        await cluster.placement.look(changed)
+    assert "cluster: teacher sort/1 gives its GPUs to student/1, which comes first" in cluster.lines
+    cluster.placement.close()

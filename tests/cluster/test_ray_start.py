@@ -194,6 +194,7 @@ def test_the_table_of_a_cluster_without_gpus_has_its_nodes_and_names_the_cpu(
     node = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "n", "Resources": {"CPU": 2.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [node | {"NodeManagerAddress": "10.0.0.1"}])
     monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
+    monkeypatch.setattr(gpu_bundles, "draining_nodes", frozenset)
     units = [Unit((Bundle("rollout", 0, 1),))]
     (problem,) = gpu_bundles._too_small(units, gpu_bundles.gpu_nodes()).problems
     assert problem.message.splitlines()[-1].split() == ["n", "(10.0.0.1)", "0", "0"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.rollouter_actor import (
     Orders,
     Predecessor,
@@ -125,7 +126,9 @@ class World:
         parts: list[Any] = [self.queue, self.sender, self.teachers]
         replicas: Any = [StartedReplica(student, 1) for student in self.students]  # type: ignore[arg-type]
         before = Predecessor(newest, rebuilds, behind)
-        self.service = await build_rollouter(run_config(host), replicas, *parts, before)
+        self.service = await build_rollouter(
+            run_config(host), replicas, *parts, GpuBundles(), before
+        )
         self.tasks.append(asyncio.create_task(self.service.run()))
         await settle()
         return self.service
@@ -397,7 +400,7 @@ class TestTrainerOnTheStudentsGpus:
             teachers=teachers,
             eval={"every": 1, "replicas": len(evaluators)},
         )
-        world.service = await build_rollouter(made, replicas, *parts, Predecessor())
+        world.service = await build_rollouter(made, replicas, *parts, GpuBundles(), Predecessor())
         world.tasks.append(asyncio.create_task(world.service.run()))
         await settle()
         return world.service, trainer

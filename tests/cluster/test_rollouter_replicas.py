@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.core.errors import EngineStartError, ProcessDied, ProcessRestarts, StageTimeout
@@ -27,6 +28,7 @@ class Actor:
 
     name = "rollouter"
     config = config(Path("run"))
+    bundles = GpuBundles()
 
     def __init__(self) -> None:
         self.orders: asyncio.Queue[Order] = asyncio.Queue()
@@ -105,6 +107,16 @@ async def test_the_error_of_a_start_is_the_answer(world: World) -> None:
     await world.orders(1, 0)
     assert isinstance(world.actor.answers[1], EngineStartError)
     assert world.rollouter.replicas[0].student is world.students[0]
+
+
+async def test_a_replica_that_was_not_waited_for_any_more_ends_before_the_next(
+    world: World,
+) -> None:
+    await world.orders(1, 0)
+    dropped = world.rollouter.replicas[0].student
+    await world.orders(2, 0)
+    assert dropped.killed
+    assert not world.rollouter.replicas[0].student.killed
 
 
 async def test_answers_for_an_earlier_actor_end_before_the_next_is_built(world: World) -> None:

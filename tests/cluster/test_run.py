@@ -51,8 +51,9 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        """All rows; of a run that goes on without one that is being written."""
+        text = (self.directory / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def values(self, key: str) -> list[Any]:
         """Of a metric, in all rows that have it."""
@@ -83,12 +84,13 @@ class Running:
         *overrides: str,
         example: Path = EXAMPLE,
         program: tuple[str, ...] = ("async_opd",),
+        inside: tuple[str, ...] = (),
     ) -> None:
         self.directory = directory
         command = [sys.executable, "-m", *program, "run", str(example), *SHORT, *overrides]
         self.output = (directory.parent / f"{directory.name}.txt").open("w+")
         self.process = subprocess.Popen(
-            [*command, "--run-dir", str(directory)],
+            [*inside, *command, "--run-dir", str(directory)],
             stdout=self.output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

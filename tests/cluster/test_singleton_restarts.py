@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from async_opd.cluster.supervision import SingletonActors
-from async_opd.core.errors import Displaced, ProcessRestarts, StageError, first_cause
+from async_opd.core.errors import (
+    Displaced,
+    ProcessDied,
+    ProcessRestarts,
+    StageError,
+    StageTimeout,
+    first_cause,
+)
 from async_opd.waiting.waits import Waits
 from tests.world.clock import settle
 from tests.world.config import run_config
@@ -67,6 +74,24 @@ async def test_a_process_that_dies_is_built_and_its_content_issued_again(world: 
         "queue is being rebuilt",
         "queue is rebuilt",
     ]
+
+
+async def test_a_trainer_that_does_not_reach_the_queues_next_process_counts_as_dead(
+    world: World,
+) -> None:
+    """It was cut off when Ray published where that is: its calls would wait for minutes."""
+
+    async def lost(method: str, timeout_s: float) -> None:
+        raise StageTimeout("trainer", f"{method} took longer than {timeout_s:g} s")
+
+    trainer: Any = world.singles.trainer
+    trainer.call = lost
+    await world.dies()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(world.running, 5)
+    error = first_cause(caught.value)
+    assert isinstance(error, ProcessDied)
+    assert (error.stage, "the queue's new process" in error.cause) == ("trainer", True)
 
 
 async def test_too_many_restarts_end_it_for_good_with_its_error(world: World) -> None:

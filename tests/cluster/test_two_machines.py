@@ -1,14 +1,9 @@
-"""Ranks on two machines connect, whatever the names of the machines resolve to.
-
-    machine-b (10.231.78.1) ══ two network namespaces, a cable ══ machine-c (10.231.78.2)
-
-Each also has its own host name and its own /etc/hosts.
-"""
+"""Ranks and the weight sync of two machines connect, whatever the machines' names resolve to."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import socket
 import subprocess
 import sys
@@ -16,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MACHINES = {"b": "10.231.78.1", "c": "10.231.78.2"}
+from tests.world.machines import NETWORK, Machines
+
+MACHINES = {"b": f"{NETWORK}.1", "c": f"{NETWORK}.2"}
 HOSTS = {
     "nothing": "127.0.0.1 localhost\n",
     "the loopback, as on Debian": "127.0.0.1 localhost\n127.0.1.1 machine-b machine-c\n",
@@ -33,7 +30,9 @@ def joins(rank: int, address: str) -> None:
     import ray
     import torch
 
-    from async_opd.cluster.network import name_interface
+    from async_opd.cluster.network import name_interface, own_address
+    from async_opd.config.sections.cluster import ClusterConfig
+    from rollouter.transports.gloo import GlooReceiver, GlooSender
     from trainer.rank_group import RankSpec
     from trainer.student.sharding import join_mesh
 
@@ -46,56 +45,43 @@ def joins(rank: int, address: str) -> None:
         spec = RankSpec(rank, 2, host, port, BOUND_S, BOUND_S, b"secret", listener)
         mesh = join_mesh(spec, torch.device("cpu"))
         print(f"{mesh.size()} connected: {names}", flush=True)
+        sender = GlooSender(own_address(ClusterConfig(address="auto")), BOUND_S, 16)
+        shared = [None if rank else sender.open(2)]
+        torch.distributed.broadcast_object_list(shared)
+        if rank:
+            weights = GlooReceiver(shared[0], rank).receive(4, BOUND_S)  # type: ignore[arg-type]
+        else:
+            weights = torch.arange(4, dtype=torch.uint8)
+            sender.connect()
+            sender.send(weights, BOUND_S)
+        print(f"weights {weights.tolist()}: {names}", flush=True)
+        print(f"listens on {listening()}: {names}", flush=True)
         torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def networks() -> Iterator[dict[str, str]]:
-    """The network namespace of each machine."""
-    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "mount"))):
-        pytest.skip("needs root, ip, unshare and mount: it makes network namespaces")
-    names = {machine: f"opd-{os.getpid()}-{machine}" for machine in MACHINES}
-    with ExitStack() as stack:
-        for name in names.values():
-            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-            if made.returncode:
-                pytest.skip(f"network namespaces are not permitted here: {made.stderr}")
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=True)
-        b, c = names.values()
-        cable = f"link add eth0 netns {b} type veth peer name eth0 netns {c}"
-        subprocess.run(["ip", *cable.split()], check=True)
-        for machine, name in names.items():
-            for command in ("link set lo up", f"addr add {MACHINES[machine]}/24 dev eth0"):
-                subprocess.run(["ip", "-n", name, *command.split()], check=True)
-            subprocess.run(["ip", "-n", name, "link", "set", "eth0", "up"], check=True)
-        yield names
-
-
-@pytest.fixture(scope="module")
-def said(networks: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """The words of both ranks, each on another machine."""
-    folder, ranks = tmp_path_factory.mktemp("machines"), []
-    with ExitStack() as stack:
-        for rank, (machine, network) in enumerate(networks.items()):
-            hosts = folder / machine
-            hosts.touch()
-            setup = (
-                f"hostname machine-{machine}; mount --bind {hosts} /etc/hosts; "
-                'mount --bind /dev/null /etc/resolv.conf; exec "$@"'
-            )
-            joined = f"from {__name__} import joins; joins({rank}, {MACHINES[machine]!r})"
-            limit = "timeout", "-s", "KILL", str(2 * BOUND_S)
-            inside = "ip", "netns", "exec", network, "unshare", "--mount", "--uts"
-            command = "bash", "-ec", setup, "rank", sys.executable, "-c", joined
+    with Machines(tmp_path_factory.mktemp("machines")) as machines, ExitStack() as stack:
+        ranks = []
+        for rank, name in enumerate(MACHINES):
+            machine = machines.add(name)
+            joined = f"from {__name__} import joins; joins({rank}, {machine.address!r})"
+            limit = "timeout", "-s", "KILL", str(3 * BOUND_S)
             process = subprocess.Popen(
-                [*limit, *inside, *command],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                [*limit, *machine.inside, sys.executable, "-c", joined],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
             ranks.append(stack.enter_context(process))
-        return [rank.communicate()[0] for rank in ranks]
+        yield [rank.communicate()[0] for rank in ranks]
+
+
+def listening() -> list[str]:
+    """The addresses that this process listens on."""
+    connections = psutil.Process().net_connections("inet")
+    return sorted({one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN})
 
 
 @pytest.mark.slow
@@ -103,3 +89,23 @@ def said(networks: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 def test_ranks_of_two_machines_connect_where_names_resolve_to(said: list[str], names: str) -> None:
     for words in said:
         assert f"2 connected: {names}\n" in words, words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", HOSTS)
+def test_weights_reach_the_other_machine_where_names_resolve_to(
+    said: list[str], names: str
+) -> None:
+    for words in said:
+        assert f"weights [0, 1, 2, 3]: {names}\n" in words, words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", HOSTS)
+def test_no_process_listens_on_the_loopback_where_names_resolve_to(
+    said: list[str], names: str
+) -> None:
+    for words in said:
+        (line,) = re.findall(rf"listens on (.*): {names}\n", words)
+        assert "127." not in line
+        assert "10." in line

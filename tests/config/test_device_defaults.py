@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from async_opd.cli import main
 from async_opd.config.device_defaults import (
     ALLOCATOR_KEYS,
     engine_sizes,
@@ -24,6 +23,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.models.engine_args import Device, engine_kwargs, trainer_env
 from async_opd.tools.plan.inputs import setting_of
 from tests.checks.inputs import EXAMPLE, FEW
+from tests.world.cli import Cli
 from tests.world.config import run_config
 
 KEYS = ("max_num_seqs", "max_num_batched_tokens")
@@ -101,14 +101,10 @@ def test_the_run_keeps_what_its_device_had(tmp_path: Path) -> None:
     ],
 )
 def test_check_shows_what_auto_is_for_the_engines(
-    gpus: str,
-    expected: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: str, expected: list[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    assert main(["check", str(EXAMPLE), *FEW]) == 0
-    lines = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    lines = {line.strip() for line in cli("check", EXAMPLE, *FEW).out.splitlines()}
     shown = sorted(one for one in lines if one.startswith((*KEYS, "gradient_checkpointing")))
     assert shown == expected
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.config.secrets import HIDDEN, Redactor, looks_secret, names_secret, take_out
 from async_opd.core.errors import ConfigError
 from async_opd.core.samples import DeadLetter, Header
 from async_opd.observability.run_log import RunLog
+from tests.world.cli import Cli
 
 KEY = "sk-" + "a1B2" * 8
 GOOD = """
@@ -112,12 +112,11 @@ def test_a_key_in_place_of_the_name_of_its_variable_is_not_shown(tmp_path: Path)
     ],
 )
 def test_an_override_that_holds_a_secret_is_refused_without_showing_it(
-    tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, override: str, cli: Cli
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(GOOD)
-    assert main(["check", str(file), override]) == 2
-    said = "".join(capsys.readouterr())
+    said = "".join(cli("check", file, override, code=2))
     assert KEY not in said
     assert "api_key" not in override or "hunter22" not in said
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from async_opd.config.precision import CACHES_ON_CPU, NEWEST, SCHEMES
+from trainer.student.fake_quantization import GRIDS, rounded
 
 
 def test_the_type_of_a_transform_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +168,24 @@ class _Kernel:
 
     def input_quant_key(self) -> None:
         return None
+
+
+def test_blocks_of_32_are_rounded_as_vllm_does_bit_by_bit() -> None:
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
+        _mxfp8_e4m3_quantize_torch,
+    )
+
+    given = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    numbers, scales = _mxfp8_e4m3_quantize_torch(given)
+    blocks = numbers.float().view(64, 3, 32) * torch.exp2(scales.float() - 127)[..., None]
+    assert torch.equal(rounded(given, GRIDS["mxfp8"]), blocks.view(64, 96).bfloat16())
+
+
+def test_float4_with_scales_of_float8_is_rounded_as_vllm_does() -> None:
+    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as vllms
+
+    given = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    whole = 6 * 448 / given.abs().max()
+    numbers, scales = vllms.ref_nvfp4_quant(given, whole, 16)
+    blocks = numbers.view(64, 6, 16) * (scales / whole)[..., None]
+    torch.testing.assert_close(rounded(given, GRIDS["nvfp4"]), blocks.view(64, 96))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from async_opd.core.batch import Batch, HeaderFields, cut, unpack
+from async_opd.core.batch import Batch, HeaderFields, Stored, cut, unpack
 from async_opd.core.samples import Rollout, Sample
-from async_opd.core.scores import HiddenStates
+from async_opd.core.scores import HiddenStates, SampledLogprobs
 from tests.conftest import make_rollout, make_sample
 
 
@@ -120,3 +121,52 @@ def test_the_first_items_are_found_without_a_look_at_the_rest() -> None:
     batch = Batch.pack(items)
     watched = Batch(Rows(batch.rows), batch.buffer)
     assert watched.first(4, batch.nbytes, tokens=12) == 2
+
+
+class Nowhere:
+    """A store that is only named."""
+
+    async def put(self, payloads: Sequence[NDArray[np.uint8]]) -> list[int]:
+        return list(range(len(payloads)))
+
+    async def fetch(self, numbers: Sequence[int]) -> list[NDArray[np.uint8] | None]:
+        return [None for _ in numbers]
+
+    def settle(self, claimed: Sequence[int], dropped: Sequence[int]) -> None:
+        pass
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=9), st.data())
+def test_batches_with_stored_payloads_are_split_and_joined_like_others(
+    sizes: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    rollouts = [make_rollout(f"{i}/0", "ab"[n % 2], tokens=n) for i, (n, _) in enumerate(sizes)]
+    samples = [Sample(one, SampledLogprobs(one.rollout_logprobs)) for one in rollouts]
+    whole, store = Batch.pack(samples), Nowhere()
+    of = Batch.pack(rollouts)
+    stored = [
+        Stored(store, i, one.nbytes) if by_reference else None
+        for i, (one, (_, by_reference)) in enumerate(zip(of.each, sizes, strict=True))
+    ]
+    batch = Batch.of_stored(of, whole, stored)
+    assert batch.rows == whole.rows
+    joined = Batch.join(list(batch.each))
+    cut_at = data.draw(st.integers(0, len(sizes)))
+    again = Batch.join([part for part in joined.split(cut_at) if len(part)])
+    for one in (joined, again):
+        assert (one.rows, one.nbytes) == (batch.rows, batch.nbytes)
+        np.testing.assert_array_equal(one.buffer, batch.buffer)
+        assert one.numbers == batch.numbers
+    lost = set(data.draw(st.lists(st.sampled_from(range(len(sizes) or 1)), unique=True)))
+    kept, gone = batch.without(lost)
+    found = {number for part in gone for them in part.numbers.values() for number in them}
+    assert found == {i for i in lost if i < len(sizes) and sizes[i][1]}
+    assert sum(map(len, kept)) + len(found) == len(sizes)
+    back = [(teacher, part) for one in gone for teacher, part in one.rollouts()]
+    assert all(row[4] == teacher for teacher, part in back for row in part.rows)
+    expected = list(of.only({f"{i}/0" for i in found}))
+    assert Batch.join([part for _, part in back]).rows == Batch.join(expected).rows
+    assert len(unpack(Rollout, [part for _, part in back])) == len(found)
+    if found:
+        with pytest.raises(ValueError, match="stored payloads: read them first"):
+            unpack(Sample, gone)

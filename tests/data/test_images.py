@@ -70,12 +70,7 @@ def content(row: Row) -> Any:
         ),
         ("<image><image>", [RED, RED], [image(RED), image(RED)]),
         (
-            [
-                {
-                    "role": "user",
-                    "content": [text("Compare"), {"type": "image"}, {"type": "image"}],
-                }
-            ],
+            [{"role": "user", "content": [text("Compare"), {"type": "image"}, {"type": "image"}]}],
             [RED, BLUE],
             [text("Compare"), image(RED), image(BLUE)],
         ),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from async_opd.config.load import load_config
 from async_opd.config.sections.data import DataConfig
@@ -20,14 +18,9 @@ from async_opd.core.row import Row
 from async_opd.data.files import FileSource
 from async_opd.data.streamed_rows import StreamedRows
 
+pytestmark = pytest.mark.usefixtures("empty_store")
+
 FIELDS = [{"prompt": f"p{at}", "answer": str(at), "data_source": "a"} for at in range(7)]
-
-
-@pytest.fixture(autouse=True)
-def _empty_store() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    yield
-    MemoryFileSystem.store.clear()
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,3 +125,13 @@ def test_it_begins_with_episodes_of_its_teacher(few_steps: Run) -> None:
 def test_its_teacher_succeeds_by_its_tool(few_steps: Run) -> None:
     assert few_steps.summary["eval_teacher/calculator/success"] >= 0.9
     assert few_steps.summary["eval_teacher/calculator/tool_calls"] >= 0.9
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_a_probe_of_real_engines_reads_all_calls_of_its_teacher() -> None:
+    command = [sys.executable, "-m", "async_opd", "probe", str(EXAMPLES / "tools.yaml")]
+    asked = [*command, "--prompts", "16", "--json"]
+    done = subprocess.run(asked, stdout=subprocess.PIPE, timeout=900, check=True, text=True)
+    (pair,) = json.loads(done.stdout)["pairs"]
+    assert (pair["calls"], pair["verdict"]["kind"]) == (1.0, "will_teach")

@@ -184,10 +184,7 @@ async def test_a_new_cache_crosses_a_process_border_with_its_queue() -> None:
     assert await cache.get([image(b"a")]) == [b"a"]
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=12),
-    st.integers(0, 12),
-)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=12), st.integers(0, 12))
 @examples(60)
 def test_at_any_load_bytes_are_right_and_no_more_than_the_bound_is_kept(
     asked: list[list[int]], most: int

@@ -81,8 +81,7 @@ def test_engines_hold_the_tokens_that_their_prompts_and_responses_may_have(
 
 
 @pytest.mark.parametrize(
-    ("student", "ranks", "kind"),
-    [("1.7", 8, "none"), ("1.7", 4, "none"), ("8", 8, "full")],
+    ("student", "ranks", "kind"), [("1.7", 8, "none"), ("1.7", 4, "none"), ("8", 8, "full")]
 )
 def test_a_rank_recomputes_the_least_that_fits(student: str, ranks: int, kind: str) -> None:
     made = config(student, train={"ranks": ranks}, rollout={"max_tokens": 8192})

@@ -20,9 +20,9 @@ from tokenizers import (
     trainers,
 )
 
-from async_opd.cli import main
 from async_opd.models.special_tokens import MARK, SpecialTokens
 from async_opd.models.tokenizer import Text
+from tests.world.cli import Cli
 
 pytestmark = pytest.mark.slow
 
@@ -144,11 +144,7 @@ def test_plain_text_is_encoded_as_ever(model: Path, template: str | None, conten
 @example(content="x<|im_")
 @pytest.mark.parametrize(
     ("template", "own"),
-    [
-        (None, []),
-        (CHATML, ["<|im_start|>", "<|im_end|>", "<|im_start|>"]),
-        (LLAMA, ["<s>"]),
-    ],
+    [(None, []), (CHATML, ["<|im_start|>", "<|im_end|>", "<|im_start|>"]), (LLAMA, ["<s>"])],
 )
 def test_only_the_templates_own_special_tokens_are_tokens(
     model: Path, template: str | None, own: list[str], content: str
@@ -222,7 +218,7 @@ def test_the_end_of_a_response_is_special_whatever_the_tokenizer_says(tmp_path: 
 
 
 def test_check_reports_special_tokens_that_are_read_as_text(
-    tmp_path: Path, quickstart: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, quickstart: str, cli: Cli
 ) -> None:
     rows = ["210=", "<eos>210="]
     lines = [json.dumps({"prompt": row, "data_source": "sort"}) for row in rows]
@@ -232,12 +228,11 @@ def test_check_reports_special_tokens_that_are_read_as_text(
         f"student: {{model: {student}}}\nteachers: {{sort: {{model: {student}}}}}\n"
         "data: {train: train.jsonl}\nrollout: {max_tokens: 8}\n"
     )
-    assert main(["check", str(tmp_path / "config.yaml")]) == 0
-    said = capsys.readouterr().out
+    said = cli("check", tmp_path / "config.yaml").out
     assert "1 prompts" in said
     assert "row 2 with '<eos>'" in said
-    assert main(["check", str(tmp_path / "config.yaml"), "data.special_tokens=parse"]) == 0
-    assert "special tokens" not in capsys.readouterr().out
+    printed = cli("check", tmp_path / "config.yaml", "data.special_tokens=parse")
+    assert "special tokens" not in printed.out
 
 
 def test_roles_that_are_special_tokens_themselves_are_still_roles() -> None:

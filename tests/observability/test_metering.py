@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.reports import Interval, StageReport, StepReport
-from async_opd.core.samples import (
-    Header,
-)
+from async_opd.core.samples import Header
 from async_opd.core.stages import TopicStats
 from async_opd.core.uid import is_traced
 from async_opd.observability.metering import Metering

@@ -29,13 +29,7 @@ def rows_of(*reported: bool) -> list[MetricsRow]:
 
 @pytest.mark.parametrize(
     ("start", "end", "kept"),
-    [
-        (0, 6, [0, 1, 2, 3, 4]),
-        (1, 6, [3, 4]),
-        (3, 5, [3, 4]),
-        (1, 4, [1, 2, 3]),
-        (5, 6, [5]),
-    ],
+    [(0, 6, [0, 1, 2, 3, 4]), (1, 6, [3, 4]), (3, 5, [3, 4]), (1, 4, [1, 2, 3]), (5, 6, [5])],
 )
 def test_steps_between_two_reports_are_those_that_the_reports_are_about(
     start: int, end: int, kept: list[int]

@@ -112,9 +112,7 @@ def test_rows_of_one_step_all_come_and_in_any_order(tmp_path: Path, opened: list
     assert [row["step"] for _, row in opened[0].rows] == [1, 2, 1, 2]
 
 
-@given(
-    lives=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4),
-)
+@given(lives=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4))
 def test_wandbs_own_step_only_grows_whatever_comes_again(
     tmp_path_factory: pytest.TempPathFactory, lives: list[list[int]]
 ) -> None:

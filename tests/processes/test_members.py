@@ -17,8 +17,9 @@ from async_opd.processes.events import Event, State
 from async_opd.processes.members import LONGEST_PAUSE_S, MemberSet, Policy
 from async_opd.waiting.waits import Waits
 from tests.world.clock import ManualTimer, settle
+from tests.world.places import FakePlaces
 
-SERVING, EJECTED, REBUILDING, GONE = State
+SERVING, EJECTED, ABSENT, REBUILDING, GONE = State
 ARROWS = {
     (SERVING, EJECTED),
     (EJECTED, SERVING),
@@ -27,6 +28,9 @@ ARROWS = {
     (REBUILDING, REBUILDING),
     (REBUILDING, SERVING),
     (REBUILDING, GONE),
+    (EJECTED, ABSENT),
+    (REBUILDING, ABSENT),
+    (ABSENT, REBUILDING),
 }
 
 
@@ -92,7 +96,7 @@ class World:
         await asyncio.sleep(0)
         if member.name in self.broken:
             raise StageError(member.name, "out of memory")
-        return Process(member.name, member.value.number + 1)
+        return Process(member.name, member.value.number + 1 if member.value else 0)
 
     @classmethod
     async def started(cls, count: int = 1, **how: Any) -> World:
@@ -468,3 +472,103 @@ async def test_a_rebuild_on_a_machine_that_is_lost_meanwhile_is_no_try() -> None
     await world.dies()
     assert world.members.all[0].serves(1)
     world.running.cancel()
+
+
+async def test_a_member_without_a_place_is_built_once_it_has_one_and_no_try_is_burned() -> None:
+    places = FakePlaces(0)
+    world = World(2, tries=0, places=places)
+    world.running.cancel()
+    members = MemberSet("world", {"m/0": Process("m/0"), "m/1": None}, world.members.policy)
+    members.timer, members.clock = world.timer, world.timer.clock
+    running = asyncio.create_task(members.run())
+    await settle()
+    assert [member.state for member in members.all] == [SERVING, ABSENT]
+    assert [member.name for member in members.present] == ["m/0"]
+    await world.advance(1000)
+    assert world.tried == []  # nothing is waited for with a bound
+    places.give(1)
+    await settle()
+    assert [member.state for member in members.all] == [SERVING, SERVING]
+    running.cancel()
+
+
+async def test_a_member_whose_node_drains_gives_back_first_and_is_no_failure() -> None:
+    places = FakePlaces(0, 1)
+    world = await World.started(2, tries=0, places=places)
+    places.words = {1: "machine-c drains"}
+    places.there.discard(1)
+    await world.advance(2)
+    assert world.states() == [SERVING, ABSENT]
+    assert (world.left, world.members.failures) == ([("m/1", 0)], 0)
+    assert world.messages == [
+        "m/1 is ejected: m/1: machine-c drains",
+        "m/1 has left its place: m/1: machine-c drains",
+    ]
+    places.words = {}
+    places.give(1)
+    await settle()
+    assert world.states() == [SERVING, SERVING]
+    assert world.members["m/1"].incarnation == 1
+
+
+async def test_a_member_that_lost_its_machine_is_absent_until_it_has_another_place() -> None:
+    async def displaced(member: Any) -> Displaced:
+        return Displaced(member.name, "machine-c is lost")
+
+    places = FakePlaces()
+    world = await World.started(1, tries=0, displaced=displaced, places=places)
+    await world.dies()
+    await world.advance(1000)
+    assert world.states() == [ABSENT]
+    places.give(0)
+    await settle()
+    assert world.states() == [SERVING]
+
+
+async def test_a_member_that_loses_its_place_while_it_is_rebuilt_is_absent_again() -> None:
+    places, lost = FakePlaces(0), [Displaced("m/0", "machine-c is lost")]
+
+    async def rebuild(member: Any) -> Process:
+        if lost:
+            places.there.clear()
+            raise lost.pop()
+        return Process(member.name, 1)
+
+    world = await World.started(1, tries=1, rebuild=rebuild, places=places)
+    await world.dies()
+    assert world.states() == [ABSENT]
+    places.give(0)
+    await settle()
+    assert world.states() == [SERVING]
+
+
+async def test_a_member_that_is_rebuilt_on_a_node_that_begins_to_drain_is_absent_again() -> None:
+    places, ready = FakePlaces(0), asyncio.Event()
+
+    async def rebuild(member: Any) -> Process:
+        await ready.wait()
+        return Process(member.name, 1)
+
+    world = await World.started(1, tries=1, rebuild=rebuild, places=places)
+    await world.dies()
+    places.words = {0: "machine-c drains"}
+    places.there.clear()
+    await world.advance(4)
+    assert world.states() == [ABSENT]
+    places.words = {}
+    places.give(0)
+    ready.set()
+    await settle()
+    assert world.states() == [SERVING]
+
+
+async def test_a_rebuilt_member_with_a_place_serves_at_once() -> None:
+    seen: list[State] = []
+
+    async def rebuild(member: Any) -> Process:
+        asyncio.get_running_loop().call_soon(lambda: seen.append(member.state))
+        return Process(member.name, 1)
+
+    world = await World.started(1, rebuild=rebuild, places=FakePlaces(0))
+    await world.dies()
+    assert seen == [SERVING]

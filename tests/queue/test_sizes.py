@@ -16,9 +16,11 @@ from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogpro
 from async_opd.core.stages import SamplingSpec
 from async_opd.queue.sizes import (
     ITEM_BYTES,
+    STORED_FROM,
     EpisodeBounds,
     Payload,
     Traffic,
+    call_tokens,
     calls,
     image_copies,
     images_in_words,
@@ -30,6 +32,7 @@ from async_opd.queue.sizes import (
     rollout_bytes,
     sample_bytes,
     score_bytes,
+    stored_from,
     traffic,
 )
 from tests.checks.inputs import config, model, one
@@ -80,9 +83,36 @@ def test_a_call_has_as_many_tokens_as_its_answer_may_weigh() -> None:
     assert 32768 * score_bytes("teacher_topk", 64) == (16 << 20) + 8 * 32768
     assert 32768 * score_bytes("hidden", 0, 4096, 2) == 256 << 20
     payload = Payload("t", "teacher_topk", 8, 528)
-    assert payload.call_tokens * payload.sample <= MESSAGE_BYTES
-    assert (payload.call_tokens + 1) * payload.sample > MESSAGE_BYTES
-    assert Payload("t", "hidden", 8, 2 * MESSAGE_BYTES).call_tokens == 1
+    assert payload.call_tokens() * payload.sample <= MESSAGE_BYTES
+    assert (payload.call_tokens() + 1) * payload.sample > MESSAGE_BYTES
+    assert Payload("t", "hidden", 8, 2 * MESSAGE_BYTES).call_tokens() == 1
+    assert payload.call_tokens(stored=True) == 4 * MESSAGE_BYTES // 528
+    assert Payload("t", "student_topk", 264, 528).call_tokens(stored=True) == MESSAGE_BYTES // 264
+
+
+def test_the_calls_of_servers_stay_as_they_are_where_other_teachers_store_samples() -> None:
+    made = config(SERVERS, "loss={kind: forward_kl, top_k: 8}", "queue.payloads=reference")
+    assert call_tokens(made, "cpu") == {
+        "sort": MESSAGE_BYTES // 80,
+        "reverse": 4 * MESSAGE_BYTES // 80,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "payloads", "stored"),
+    [
+        (STORED_FROM // 80, "auto", None),
+        (STORED_FROM // 80 + 1, "auto", STORED_FROM),
+        (32768, "value", None),
+        (8, "reference", 0),
+    ],
+)
+def test_samples_are_stored_where_they_can_be_large(
+    tokens: int, payloads: str, stored: int | None
+) -> None:
+    loss = "loss={kind: forward_kl, top_k: 8}"  # 80 bytes a token
+    made = config(loss, f"rollout.max_tokens={tokens}", f"queue.payloads={payloads}")
+    assert stored_from(made, "cpu") == stored
 
 
 def long(**changes: Any) -> list[str]:

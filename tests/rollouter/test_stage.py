@@ -20,6 +20,7 @@ from async_opd.processes.events import State
 from rollouter.stage import RollouterStage
 from tests.conftest import make_prompt
 from tests.world.clock import ManualTimer, settle
+from tests.world.places import FakePlaces
 from tests.world.students import FakeReplica
 
 GREEDY = SamplingSpec(4, 0.0, 1.0, 1)
@@ -28,7 +29,13 @@ GREEDY = SamplingSpec(4, 0.0, 1.0, 1)
 class World:
     """A pool of ``count`` replicas whose rebuilding can be made to fail."""
 
-    def __init__(self, count: int, tries: int = 3, current: asyncio.Event | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        tries: int = 3,
+        current: asyncio.Event | None = None,
+        places: FakePlaces | None = None,
+    ) -> None:
         self.clock = ManualTimer()
         self.replicas = {f"student/{i}": FakeReplica(f"student/{i}") for i in range(count)}
         self.broken: set[str] = set()  # cannot be rebuilt
@@ -36,6 +43,8 @@ class World:
         self.released: list[str] = []
         self.lines: list[str] = []
         queue: Any = self
+        self.sync = asyncio.Event()  # is over
+        self.sync.set()
         self.stage = RollouterStage(
             {**self.replicas},
             queue,
@@ -43,6 +52,8 @@ class World:
             SupervisionConfig(max_restarts=tries, delay_s=2, timeout_s=60),
             timer=self.clock,
             current=current,
+            places=places,
+            quiet=self.sync.wait,
         )
         self.stage.members.listen(lambda event: self.lines.append(str(event)))
         self.running = asyncio.create_task(self.stage.run())
@@ -79,6 +90,42 @@ async def test_a_dead_replica_gives_back_its_leases_and_is_rebuilt(count: int) -
     assert world.lines[0] == "student/0 is ejected: student/0: its process died"
     assert world.replicas["student/0"].consumer == "student/0#1"
     assert ("run", 1) in world.replicas["student/0"].calls
+
+
+async def test_a_replica_whose_node_drains_stops_and_its_prompts_go_back_at_once() -> None:
+    places = FakePlaces(0, 1)
+    world = World(2, tries=0, places=places)
+    await settle()
+    places.words = {1: "machine-c drains"}
+    places.there.discard(1)
+    await world.clock.passes(2)
+    assert world.released == ["student/1#0"]
+    assert world.replicas["student/1"].events == ["stop"]
+    assert (await world.stage.report()).gauges["replicas"] == 1
+    places.words = {}
+    places.give(1)
+    await settle()
+    assert ("run", 1) in world.replicas["student/1"].calls
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_replica_whose_node_drains_leaves_after_a_weight_sync_or_its_bound(
+    hangs: bool,
+) -> None:
+    places = FakePlaces(0, 1)
+    world = World(2, tries=0, places=places)
+    await settle()
+    world.sync.clear()
+    places.words = {1: "machine-c drains"}
+    places.there.discard(1)
+    await world.clock.passes(2)
+    assert world.released == ["student/1#0"]
+    assert world.stage.members.all[1].state is State.EJECTED
+    if hangs:
+        await world.clock.passes(60)
+    world.sync.set()
+    await settle()
+    assert world.stage.members.all[1].state is State.ABSENT
 
 
 async def test_deaths_of_one_that_served_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,29 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.fuzz.command import Said, command
-from tests.security.test_given_runs import EXAMPLE, forge
+from tests.security.test_given_runs import EXAMPLE, forge, made, run_dir
 from tests.security.test_terminal import TITLE, commands
-from tests.tools.test_export import run_of
+
+__all__ = ["made", "run_dir"]  # fixtures
 
 FREE = 1000
 OTHERS = (
     *("pytorch_model.bin", "training_args.pt", "video.mp4", ".env", "original/config.json"),
     *("adapter/deeper/config.json", "archive.tar.gz"),
 )
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory, beside its student."""
-    return run_of(tmp_path_factory.mktemp("made"))
-
-
-@pytest.fixture
-def run_dir(made: Path, tmp_path: Path) -> Path:
-    """A copy of it, as one downloads it, with the student in it."""
-    shutil.copytree(made.parent, tmp_path / "theirs")
-    forge(tmp_path / "theirs" / "run", lambda tree: tree["student"].update(model="../student"))
-    return tmp_path / "theirs" / "run"
 
 
 @pytest.fixture

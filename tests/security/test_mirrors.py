@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from async_opd.checkpoint.earlier_run import is_completed, take_mirrored
 from async_opd.checkpoint.resume import identity
@@ -24,6 +23,8 @@ from async_opd.observability.loggers.logged_run import LoggedRun
 from tests.checkpoint.test_mirror import IDENTITY, URL, LocalRun, sync
 from tests.checkpoint.test_store import ROWS
 from tests.world.config import run_config as config
+
+pytestmark = pytest.mark.usefixtures("empty_store")
 
 CODE = b"print('not of the user')\n"
 DESCRIPTIONS = {
@@ -41,13 +42,6 @@ COMPLETED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _empty_store() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    yield
-    MemoryFileSystem.store.clear()
-
-
 def put(name: str, files: Mapping[str, bytes], scratch: Path) -> None:
     """Adds files to a copy, or replaces them, and its listing too."""
     place = RemoteFile(URL) / name
@@ -61,7 +55,7 @@ def put(name: str, files: Mapping[str, bytes], scratch: Path) -> None:
 
 
 @pytest.fixture
-def mirrored(tmp_path: Path) -> LocalRun:
+def mirrored(empty_store: None, tmp_path: Path) -> LocalRun:
     run = LocalRun(tmp_path / "run")
     run.train(2)
     sync(run)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from async_opd.accounting.audit import AuditError, audit
 from async_opd.accounting.journal import LEDGER
@@ -40,15 +39,10 @@ from tests.checkpoint.test_mirror import LocalRun, sync
 from tests.fuzz.command import bounded
 from tests.microscope.samples import record
 
+pytestmark = pytest.mark.usefixtures("empty_store")
+
 URL = "memory://bucket/run"
 LONG = " " * (17 << 20)
-
-
-@pytest.fixture(autouse=True)
-def _empty_store() -> Iterator[None]:
-    MemoryFileSystem.store.clear()
-    yield
-    MemoryFileSystem.store.clear()
 
 
 def archive(declared: int | None = None, **arrays: Any) -> bytes:
@@ -269,7 +263,7 @@ def test_the_lines_of_a_file_are_bounded_together(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def mirrored(tmp_path: Path) -> LocalRun:
+def mirrored(empty_store: None, tmp_path: Path) -> LocalRun:
     run = LocalRun(tmp_path / "run")
     run.train(2)
     sync(run)

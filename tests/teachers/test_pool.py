@@ -19,6 +19,7 @@ from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
+from async_opd.processes.events import State
 from async_opd.queue.sizes import EpisodeBounds
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import TeacherWeights
@@ -26,6 +27,7 @@ from teachers.replica_slots import ReplicaSlots
 from tests.conftest import make_prompt, make_rollout
 from tests.properties import examples
 from tests.world.clock import ManualTimer, settle
+from tests.world.places import FakePlaces
 from tests.world.teachers import FakeRebuild, FakeTeacher, samples
 
 SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
@@ -374,3 +376,32 @@ async def test_a_replica_that_is_rebuilt_later_takes_the_newest_weights() -> Non
         only.dead = True
         assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
         assert rebuild.made[0].loaded == [NEW.directory]
+
+
+async def test_a_replica_whose_node_drains_finishes_its_call_and_takes_none() -> None:
+    places, rebuild = FakePlaces(0, 1), FakeRebuild()
+    rebuild.cluster = places
+    gate = asyncio.Event()
+    busy, other = FakeTeacher(gate=gate), FakeTeacher()
+    async with pool(busy, other, rebuild=rebuild) as (teacher, clock):
+        scoring = asyncio.create_task(teacher.score(rollouts("p/0")))
+        await settle()
+        places.words = {0: "machine-c drains"}
+        places.there.discard(0)
+        await clock.passes(2)
+        assert [member.name for member in teacher.slots.members.serving] == ["teacher t/1"]
+        for index in range(3):
+            await teacher.score(rollouts(f"q{index}/0"))
+        assert len(other.scored) == 3
+        assert teacher.slots.members.all[0].state is State.EJECTED  # it still has its call
+        gate.set()
+        assert uids(await scoring) == ["p/0"]
+        await settle()
+        assert teacher.slots.members.all[0].state is State.ABSENT
+        assert teacher.slots.replicas == [busy, other]  # another stage can end its process
+        gauges = (await teacher.report()).gauges
+        assert (gauges["failures"], gauges["retries"]) == (0, 0)
+        places.words = {}
+        places.give(0)
+        await settle()
+        assert teacher.slots.replicas == [rebuild.made[0], other]

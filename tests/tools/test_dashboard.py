@@ -80,9 +80,7 @@ async def dashboard(run_dir: Path, *options: str, **environment: str) -> tuple[i
     return process.returncode or 0, output.decode()
 
 
-async def test_without_a_login_the_json_is_written_and_the_command_printed(
-    tmp_path: Path,
-) -> None:
+async def test_without_a_login_the_json_is_written_and_the_command_printed(tmp_path: Path) -> None:
     code, output = await dashboard(tmp_path / "run", WANDB_MODE="offline")
     assert code == 0, output
     assert f"wandb login && async_opd dashboard {tmp_path / 'run'}" in output

@@ -20,6 +20,7 @@ from async_opd.config.load import load_config
 from async_opd.files.run_format import write_run_format
 from async_opd.tools.check import outputs
 from tests.checkpoint.test_store import cut
+from tests.world.cli import Cli
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
 FEW = "data.train=quickstart/data/eval.jsonl"
@@ -149,18 +150,17 @@ def test_a_mirror_with_another_run_is_refused(
 @pytest.mark.parametrize("command", [["run", "--dry-run"], ["run"], ["check"]])
 @pytest.mark.parametrize("run_dir", ["/dev/null/x", "/proc/foo"])
 def test_a_run_directory_that_cannot_be_made_is_refused_by_all_commands(
-    command: list[str], run_dir: str, capsys: pytest.CaptureFixture[str]
+    command: list[str], run_dir: str, cli: Cli
 ) -> None:
-    assert main([command[0], EXAMPLE, FEW, *command[1:], "--run-dir", run_dir]) == 2
-    assert f"run_dir: {run_dir} cannot be written" in capsys.readouterr().err
+    printed = cli(command[0], EXAMPLE, FEW, *command[1:], "--run-dir", run_dir, code=2)
+    assert f"run_dir: {run_dir} cannot be written" in printed.err
 
 
 @pytest.mark.parametrize("command", [[], ["--dry-run"]])
 def test_a_run_directory_that_does_not_exist_cannot_be_resumed(
-    command: list[str], begun: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], begun: Path, cli: Cli
 ) -> None:
-    assert main(["run", EXAMPLE, FEW, *command, "--run-dir", "runs/mien", "--resume"]) == 2
-    said = capsys.readouterr().err
+    said = cli("run", EXAMPLE, FEW, *command, "--run-dir", "runs/mien", "--resume", code=2).err
     assert f"{begun.parent}/mien does not exist, and --resume continues" in said
     assert f"→ did you mean {begun}?" in said
     assert not (begun.parent / "mien").exists()

@@ -30,6 +30,7 @@ from async_opd.observability.live.console import next_commands
 from async_opd.observability.sinks import Summary
 from async_opd.tools import given_run
 from async_opd.tools.evaluate import evaluation_config
+from tests.world.cli import Cli
 from trainer.saving import export as checkpoint_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -93,11 +94,11 @@ def test_it_writes_answers_and_metrics_and_prints_a_table(
 
 
 def test_a_teacher_answers_its_own_prompts_on_an_engine_with_its_model(
-    started: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started: list[Stage], tmp_path: Path, cli: Cli
 ) -> None:
     out = str(tmp_path / "out")
-    assert main(["eval", str(EXAMPLE), "--teacher", "sort", "--json", *FEW, "--out", out]) == 0
-    assert json.loads(capsys.readouterr().out)["eval/sort/mean@1"] >= 0
+    printed = cli("eval", EXAMPLE, "--teacher", "sort", "--json", *FEW, "--out", out)
+    assert json.loads(printed.out)["eval/sort/mean@1"] >= 0
     assert {line["data_source"] for line in lines(tmp_path / "out" / "answers.jsonl")} == {"sort"}
     assert Path(started[0].config.student.model).name == "teacher-sort"
 
@@ -166,33 +167,25 @@ def test_a_teacher_has_the_trust_of_its_own_section() -> None:
     ],
 )
 def test_bad_input_is_refused_before_an_engine_starts(
-    started: list[Stage], capsys: pytest.CaptureFixture[str], given: list[str], words: str
+    started: list[Stage], cli: Cli, given: list[str], words: str
 ) -> None:
-    assert main(["eval", str(EXAMPLE), *given]) == 2
-    assert words in capsys.readouterr().err
+    assert words in cli("eval", EXAMPLE, *given, code=2).err
     assert started == []
 
 
 def test_an_engine_that_dies_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch,
-    started: list[Stage],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, started: list[Stage], tmp_path: Path, cli: Cli
 ) -> None:
     monkeypatch.setattr(Stage, "fails", True, raising=False)
     monkeypatch.setattr(Stage, "__init__", lambda self, config: None)
-    assert main(["eval", str(EXAMPLE), *FEW, "--out", str(tmp_path)]) == 1
-    assert "its process died" in capsys.readouterr().err
+    assert "its process died" in cli("eval", EXAMPLE, *FEW, "--out", tmp_path, code=1).err
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_the_quickstarts_teacher_knows_its_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_quickstarts_teacher_knows_its_task(tmp_path: Path, cli: Cli) -> None:
     given = ["eval", str(EXAMPLE), "--teacher", "sort", "--json", "eval.max_prompts=32"]
-    assert main([*given, "--out", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli(*given, "--out", tmp_path).out)
     assert found["eval/sort/mean@1"] >= 0.97
     assert np.isfinite(found["eval/seconds"])
 
@@ -226,10 +219,10 @@ def test_a_checkpoint_is_evaluated_by_the_model_that_is_written_of_it(
 
 
 def test_a_damaged_checkpoint_is_refused_before_an_engine_starts(
-    started: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started: list[Stage], tmp_path: Path, cli: Cli
 ) -> None:
     folder = checkpoint_in(tmp_path / "run")
     (folder / "cut.json").write_text("{}")
-    assert main(["eval", str(EXAMPLE), str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert "is not a checkpoint" in capsys.readouterr().err
+    printed = cli("eval", EXAMPLE, folder, "--out", tmp_path / "out", code=2)
+    assert "is not a checkpoint" in printed.err
     assert started == []

@@ -28,6 +28,7 @@ from async_opd.tools.export import without_folders
 from tests.checkpoint.test_store import cut
 from tests.trainer.models import tiny_model
 from tests.trainer.test_checkpoint_model import LORA, checkpoint_of, config_of, trained
+from tests.world.cli import Cli
 
 
 def student_in(folder: Path) -> None:
@@ -168,23 +169,14 @@ def test_adapters_are_written_alone(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_exported_is_refused(
-    run_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    source: str,
-    options: list[str],
-    cause: str,
+    run_dir: Path, tmp_path: Path, cli: Cli, source: str, options: list[str], cause: str
 ) -> None:
-    assert main(["export", str(run_dir / source), str(tmp_path / "out"), *options]) == 2
-    assert cause in capsys.readouterr().err
+    assert cause in cli("export", run_dir / source, tmp_path / "out", *options, code=2).err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_exists_stays_as_it_is(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", str(run_dir), str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+def test_a_directory_that_exists_stays_as_it_is(run_dir: Path, tmp_path: Path, cli: Cli) -> None:
+    assert "exists already" in cli("export", run_dir, tmp_path, code=2).err
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -255,11 +247,10 @@ def test_all_files_are_pushed_to_a_private_repository(
 
 
 def test_a_hub_that_refuses_fails_the_command_and_leaves_the_directory(
-    run_dir: Path, tmp_path: Path, hub: Any, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, hub: Any, cli: Cli
 ) -> None:
     hub.status = 403
-    assert main(["export", str(run_dir), str(tmp_path / "out"), "--push", "me/student"]) == 1
-    said = capsys.readouterr().err
+    said = cli("export", run_dir, tmp_path / "out", "--push", "me/student", code=1).err
     assert "me/student was not pushed" in said
     assert "403" in said
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -296,8 +287,6 @@ def test_the_working_directory_is_exported_as_its_path_is(
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_url_without_a_copy_is_refused(
-    mirrored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["export", f"{mirrored}/step_9", str(tmp_path / "out")]) == 2
-    assert "step_9 has no complete copy of a run" in capsys.readouterr().err
+def test_a_url_without_a_copy_is_refused(mirrored: str, tmp_path: Path, cli: Cli) -> None:
+    printed = cli("export", f"{mirrored}/step_9", tmp_path / "out", code=2)
+    assert "step_9 has no complete copy of a run" in printed.err

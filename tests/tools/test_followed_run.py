@@ -41,9 +41,7 @@ def test_a_file_that_was_replaced_is_read_from_its_begin(path: Path, content: st
     assert lines.read() == (True, content.splitlines())
 
 
-def test_a_file_that_was_cut_and_has_grown_beyond_the_place_since_is_read_again(
-    path: Path,
-) -> None:
+def test_a_file_that_was_cut_and_has_grown_beyond_the_place_since_is_read_again(path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\n')
     lines = FollowedLines(path)
     lines.read()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_sample
 from tests.world.clock import ManualTimer, settle
 from tests.world.config import run_config
+from tests.world.payloads import Nodes, put_scored, score_again
 from trainer.batcher import Batcher
 
 LEASE_S = 60.0
@@ -233,6 +234,9 @@ async def test_a_lease_that_two_settle_at_the_same_time_is_acknowledged_once() -
         await leased(scored, 2 + number)
         await put(scored, make_sample(uid))
     await leased(scored, 5)
+    async with asyncio.timeout(60):
+        while len(await batcher.copy_held()) < 5:  # a thread decodes them
+            await settle()
     await asyncio.gather(
         batcher.drop("x/0", ["a/0", "b/0", "c/0", "d/0"]), batcher.drop("y/0", ["e/0"])
     )
@@ -299,3 +303,46 @@ async def test_samples_of_a_checkpoint_are_held_without_encoding_them(
     batcher.hold([sample])
     (held,) = (await batcher.take(3)).headers
     assert replace(held, nbytes=0) == replace(header, nbytes=0)
+
+
+async def test_what_a_lost_node_had_is_scored_again_before_a_batch_is_complete() -> None:
+    scored = queue(stores=(nodes := Nodes()))
+    await put_scored(scored, "a/0", "b/0", node="x")
+    await put_scored(scored, "c/0", node="y")
+    nodes.nodes["x"].lost = True
+    batcher = Batcher(scored, batch_size=3)
+    taking = asyncio.create_task(taken(batcher))
+    assert await score_again(scored, "y") == ["a/0", "b/0"]
+    assert await taking == ["a/0", "b/0", "c/0"]
+    assert (await scored.stats())[SCORED].nbytes == 0
+
+
+async def test_a_lease_whose_samples_a_lost_node_had_is_renewed_no_longer() -> None:
+    scored = queue(timer := ManualTimer(), stores=(nodes := Nodes()))
+    renewed: list[tuple[int, ...]] = []
+    renew = scored.renew
+
+    async def watched(leases: Mapping[str, Sequence[int]]) -> float:
+        renewed.append(tuple(leases.get(SCORED, ())))
+        return await renew(leases)
+
+    scored.renew = watched  # type: ignore[method-assign]
+    await put_scored(scored, "a/0", node="x")
+    nodes.nodes["x"].lost = True
+    batcher = Batcher(scored, batch_size=1, timer=timer)
+    taking = asyncio.create_task(batcher.take(0))
+    await score_again(scored, "y")
+    batch = await asyncio.wait_for(taking, 5)
+    await timer.passes(LEASE_S / 3)
+    assert renewed[-1] == batch.leases
+    batcher.close()
+
+
+async def test_a_checkpoint_has_stored_samples_and_leaves_out_what_a_lost_node_had() -> None:
+    scored = queue(stores=(nodes := Nodes()))
+    await put_scored(scored, "a/0", node="x")
+    await put_scored(scored, "b/0", node="y")
+    nodes.nodes["x"].lost = True
+    queued = Batcher(scored, batch_size=1).queued({"a/0", "b/0"})
+    assert [one.rollout.uid async for part in queued for one in part] == ["b/0"]
+    assert await score_again(scored, "y") == ["a/0"]

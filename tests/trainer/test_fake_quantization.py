@@ -28,7 +28,7 @@ def test_integers_are_at_most_half_a_step_away(bits: int) -> None:
     grid = GRIDS[scheme]  # type: ignore[index]
     given = matrix()
     groups = given.view(-1, grid.columns or 64)
-    step = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    step = groups.abs().amax(1, keepdim=True) / grid.largest
     error = (rounded(given, grid).view_as(groups) - groups).abs()
     assert (error <= step / 2 * (1 + 1e-5)).all()
 
@@ -43,13 +43,38 @@ def test_float8_has_three_bits_after_the_point() -> None:
     assert torch.equal(found, (given / scale).to(torch.float8_e4m3fn).float() * scale)
 
 
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
+def test_float4_is_the_nearest_of_its_sixteen_numbers(scheme: str) -> None:
+    grid = GRIDS[scheme]  # type: ignore[index]
+    groups = matrix().double().view(-1, grid.columns or 64)
+    peaks = groups.abs().amax(1, keepdim=True)
+    scale = 2 ** (peaks / 6).log2().ceil()
+    if scheme == "nvfp4":
+        whole = peaks.max() / (6 * 448)
+        scale = (peaks / 6 / whole).to(torch.float8_e4m3fn).double() * whole
+    numbers = torch.tensor([*FLOAT4, *(-one for one in FLOAT4)], dtype=torch.float64)
+    distance = (groups[..., None] / scale[..., None] - numbers).abs()
+    nearest = numbers[distance.argmin(-1)] * scale
+    found = rounded(matrix(), grid).double().view_as(groups)
+    torch.testing.assert_close(found, nearest, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4"])
+def test_a_scale_that_is_a_power_of_two_moves_no_entry_of_few_bits(scheme: str) -> None:
+    given = torch.tensor([FLOAT4 * 4]) * 2.0**-9
+    assert torch.equal(rounded(given, GRIDS[scheme]), given)  # type: ignore[index]
+
+
 def test_a_block_of_float8_has_its_own_scale() -> None:
     given = torch.cat([matrix(128, 128), matrix(128, 128) * 1e-6])
     block = rounded(given, GRIDS["fp8_per_block"])[128:]
     assert torch.equal(block, rounded(given[128:], GRIDS["fp8_per_tensor"]))
 
 
-@pytest.mark.parametrize("scheme", GRIDS)
+@pytest.mark.parametrize("scheme", sorted(set(GRIDS) - {"nvfp4"}))
 def test_groups_at_an_edge_are_smaller(scheme: str) -> None:
     grid, given = GRIDS[scheme], matrix(130, 150)  # type: ignore[index]
     found = rounded(given, grid)
@@ -67,8 +92,10 @@ def test_rounding_again_changes_nothing_but_the_last_bit(scheme: str) -> None:
     torch.testing.assert_close(rounded(once, GRIDS[scheme]), once)  # type: ignore[index]
 
 
-def test_zeros_stay_zeros() -> None:
-    assert not rounded(torch.zeros(4, 64), GRIDS["int4_group32"]).any()
+@pytest.mark.parametrize("scheme", GRIDS)
+def test_zeros_stay_zeros(scheme: str) -> None:
+    grid = GRIDS[scheme]  # type: ignore[index]
+    assert torch.equal(rounded(torch.zeros(4, 64), grid), torch.zeros(4, 64))
 
 
 def test_the_dtype_is_that_of_the_engines() -> None:

@@ -22,6 +22,7 @@ from tests.conftest import make_sample
 from tests.properties import examples
 from tests.trainer.models import bare_stage
 from tests.world.clock import ManualTimer, settle
+from tests.world.payloads import Nodes, put_scored, score_again
 from trainer.batcher import Batcher
 from trainer.batches.hand_out import AssignedBatch, HandOut
 from trainer.batches.micro_batches import PlannedMicroBatch
@@ -306,6 +307,21 @@ async def test_a_second_capture_ends_the_copy_of_the_first() -> None:
     second = world.batcher.copy_held()
     await settle()
     assert (first.cancelled(), second.done()) == (True, False)
+
+
+async def test_what_a_lost_node_had_is_scored_again_and_everything_is_dealt_out_once() -> None:
+    world, nodes = World(batch_size=4), Nodes()
+    world.queue = MessageQueue(topics(["t"]), 64, 1 << 20, LEASE_S, world.timer, stores=nodes)
+    await put_scored(world.queue, *names(4)[:2], node="a")
+    await put_scored(world.queue, *names(4)[2:], node="b")
+    nodes.nodes["a"].lost = True
+    taking = asyncio.create_task(world.take())
+    again = [await asyncio.wait_for(score_again(world.queue, "b"), 5) for _ in range(2)]
+    assert again == [["00/0"], ["01/0"]]  # each is another rank's
+    assert uids(await taking) == names(4)
+    await world.batcher.done()
+    stats = (await world.queue.stats())[SCORED]
+    assert (stats.ready, stats.leased, stats.nbytes, stats.put) == (0, 0, 0, 6)
 
 
 async def test_a_rank_refuses_tokens_that_its_head_has_no_row_for() -> None:

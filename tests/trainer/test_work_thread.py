@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from tests.trainer.models import bare_stage
 from tests.world.clock import settle
 from trainer.follower import Follower
-from trainer.work_thread import WorkThread
+from trainer.work_thread import WorkThread, ahead
 
 
 class Threads:
@@ -165,3 +167,51 @@ async def test_the_thread_goes_on_after_an_error_and_ends_with_its_owner() -> No
     gc.collect()
     await asyncio.to_thread(found.join, 5)
     assert not found.is_alive()
+
+
+# ── what is made ahead ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("items", [0, 1, 2, 5])
+def test_everything_is_made_once_and_in_order(items: int, thread: ThreadPoolExecutor) -> None:
+    made: list[int] = []
+
+    def make(item: int) -> int:
+        made.append(item)
+        return -item
+
+    assert list(ahead(thread, make, range(items))) == [-item for item in range(items)]
+    assert made == list(range(items))
+
+
+def test_the_next_one_is_made_while_the_caller_uses_one(thread: ThreadPoolExecutor) -> None:
+    begun = [threading.Event() for _ in range(4)]
+
+    def make(item: int) -> int:
+        begun[item].set()
+        return item
+
+    for item in ahead(thread, make, range(4)):
+        assert all(one.wait(60) for one in begun[item : item + 2])
+        assert not any(one.is_set() for one in begun[item + 2 :])
+
+
+def test_an_error_is_raised_where_its_result_would_be(thread: ThreadPoolExecutor) -> None:
+    coming = ahead(thread, lambda item: 1 // item, [1, 0])
+    assert next(coming) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(coming)
+
+
+def test_after_its_end_nothing_is_being_made(thread: ThreadPoolExecutor) -> None:
+    made: list[int] = []
+    with closing(ahead(thread, made.append, range(9))) as coming:
+        next(coming)
+    assert made == [0, 1]
+    assert thread.submit(list, made).result() == [0, 1]

@@ -45,6 +45,27 @@ async def test_a_long_wait_has_a_line_every_ten_seconds_until_nothing_is_waited_
     assert [line.split("(")[1].split()[0] for line in world.lines] == ["10", "20", "30"]
 
 
+async def test_waits_that_follow_each_other_have_a_line_every_ten_seconds_of_all_of_them() -> None:
+    world = World()
+    for what in ("Ray", "reports", "places"):
+        with world.waits.on(what):
+            for _ in range(3):
+                await world.advance(EVERY_S / 4)
+    assert world.lines == [
+        "waiting for reports (2 s so far, no bound)",
+        "waiting for places (5 s so far, no bound)",
+    ]
+
+
+async def test_short_waits_of_every_step_have_no_line() -> None:
+    world = World()
+    for _ in range(100):
+        with world.waits.on("reports"):
+            await world.advance(EVERY_S / 50)
+        await world.advance(EVERY_S / 50)
+    assert world.lines == []
+
+
 async def test_a_line_names_the_oldest_waits_and_counts_the_others() -> None:
     world = World()
     entered = [world.waits.on(f"student/{index} to start") for index in range(MAX_NAMED + 5)]

@@ -15,6 +15,7 @@ from async_opd.core.errors import ProcessDied, StageError, WeightSyncError
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.layout import WeightMeta, chunk_plan
+from tests.world.clock import settle
 from tests.world.sync import META, Receiver, Sender
 
 
@@ -337,6 +338,24 @@ async def test_a_push_that_waits_for_a_newcomer_updates_it_too() -> None:
     newcomer.finished.set()
     await asyncio.gather(joining, following, pushing)
     assert (receivers[0].version, newcomer.version) == (2, 2)
+
+
+async def test_a_cancelled_rejoin_ends_with_its_transfer_in_which_the_trainer_is() -> None:
+    weights = sync([], [Receiver(), Receiver()])
+    await weights.snapshot(1)
+    newcomer = Receiver()
+    newcomer.finished.clear()
+    joining = asyncio.create_task(rejoin(weights, 1, newcomer))
+    await settle()
+    quiet = asyncio.create_task(weights.quiet())
+    joining.cancel()
+    await settle()
+    assert (joining.done(), quiet.done()) == (False, False)
+    newcomer.finished.set()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    await quiet
+    assert newcomer.version == 1
 
 
 @given(

@@ -108,6 +108,7 @@ class FakeRebuild:
 
     def __init__(self, failures: int = 0, **kind: Any) -> None:
         self.failures, self.kind = failures, kind
+        self.cluster: Any = None
         self.made: list[FakeTeacher] = []
         self.asked: list[int] = []
         self.closed = False
@@ -120,6 +121,9 @@ class FakeRebuild:
         return self.made[-1]
 
     async def displaced(self, old: Any) -> None: ...
+
+    def places(self, teacher: str) -> Any:
+        return self.cluster
 
     async def close(self) -> None:
         self.closed = True

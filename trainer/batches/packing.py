@@ -25,7 +25,7 @@ from async_opd.core.scores import HiddenStates, SampledLogprobs, SupportScores
 from async_opd.core.sequence import indices
 from trainer.batches.batch_metrics import LATER_TURNS, SEPARATE_TURNS, masked_tokens
 from trainer.batches.token_weights import TokenWeight
-from trainer.losses.base import TeacherStates, Tokens
+from trainer.losses.base import Change, TeacherStates, Tokens
 from trainer.vision.images import RowImages
 
 MIN_REST_MASS = 1e-5
@@ -75,13 +75,22 @@ class Row:
         )
 
     def to(self, device: torch.device) -> Self:
-        """The same row on another device."""
-        moved: dict[str, Any] = {
-            f.name: value.to(device, non_blocking=True)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), torch.Tensor | RowImages)
-        }
-        return replace(self, **moved)
+        """The same on another device: from pinned memory the caller waits for no copy."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        """The same in pinned host memory."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, change: Change) -> Self:
+        changed: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor):
+                changed[name] = change(value)
+            elif isinstance(value, RowImages | Tokens):
+                changed[name] = value.map(change)
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,6 @@ class Packed(Row):
     tokens: Tokens
     experts: torch.Tensor | None = None
     owners: tuple[Owner, ...] = ()
-
-    def to(self, device: torch.device) -> Self:
-        """The same micro-batch on another device."""
-        return replace(super().to(device), tokens=self.tokens.to(device))
 
 
 def group_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:

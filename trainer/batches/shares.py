@@ -21,6 +21,7 @@ from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, Queue
 from async_opd.core.uid import Uid
 from async_opd.media.cache import MediaCache
+from async_opd.queue.payloads import read
 from trainer.batches.batch_metrics import repetition
 from trainer.batches.micro_batches import MicroBatch, PlannedMicroBatch
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens
@@ -154,11 +155,11 @@ async def _fetch(
         for one in part:
             leased[one.lease].append(one.header.uid)
         try:
-            batch = await queue.fetch(SCORED, leased)
+            batches = await read(queue, SCORED, [await queue.fetch(SCORED, leased)])
         except NotLeased as error:
             lost |= {one.lease for one in part if one.header.uid in error.uids}
             continue
-        found = {s.rollout.uid: s for s in await asyncio.to_thread(unpack, Sample, [batch])}
+        found = {s.rollout.uid: s for s in await asyncio.to_thread(unpack, Sample, batches)}
         samples |= {one.index: found[one.header.uid] for one in part}
     if lost:
         return Fetched(lost=frozenset(lost))

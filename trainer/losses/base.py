@@ -6,7 +6,7 @@ under its current weights, ``p`` the teacher, ``mu`` the distribution that was s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ import torch
 
 from async_opd.config.user_code import LOSSES, UserCodeError, fits, user_object
 
+Change = Callable[[torch.Tensor], torch.Tensor]
 Slopes = tuple[torch.Tensor, torch.Tensor]
 """(value [n], slope [n, K]): a loss per token, and its partial derivative by each log q_i. Partial:
 each log q_i depends on all logits, which ``rows.py`` accounts for."""
@@ -154,20 +155,15 @@ class Tokens:
 
     def part(self, rows: slice) -> Tokens:
         """The tokens of these rows, without hidden states and ``of``."""
-        own = self._map(lambda tensor: tensor[rows])
+        own = replace(self, teacher_states=()).map(lambda tensor: tensor[rows])
         recorded = None if self.recorded is None else self.recorded.part(rows)
-        return replace(own, teacher_states=(), of=None, recorded=recorded)
+        return replace(own, of=None, recorded=recorded)
 
-    def to(self, device: torch.device) -> Tokens:
-        """The same tokens on another device."""
-        states = tuple(
-            replace(one, states=one.states.to(device, non_blocking=True))
-            for one in self.teacher_states
-        )
-        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
-        return replace(moved, teacher_states=states)
-
-    def _map(self, change: Any) -> Tokens:
+    def map(self, change: Change) -> Tokens:
+        """The tokens with every tensor changed, hidden states too."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {k: change(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **changed)
+        changed: dict[str, Any] = {
+            k: change(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)
+        }
+        states = (replace(one, states=change(one.states)) for one in self.teacher_states)
+        return replace(self, **changed, teacher_states=tuple(states))

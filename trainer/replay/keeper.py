@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from torch import nn
 from async_opd.core.samples import Header, Sample
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.kept_steps import KEPT, kept_files, kept_name
+from async_opd.files.origin import installed
 from async_opd.files.safe_open import make_folder
 from async_opd.observability.loggers.environment import cpu_name
 from async_opd.weight_sync.digests import Digests
@@ -218,19 +218,12 @@ def platform_of(model: nn.Module, device: torch.device, reduces_once: bool) -> d
     gpu = device.type == "cuda"
     capability = torch.backends.cpu.get_cpu_capability()
     return {
-        **{name: found for name in LIBRARIES if (found := _version(name))},
+        **{name: has for name in LIBRARIES if (has := installed(name))},
         "device": torch.cuda.get_device_name(device) if gpu else f"{cpu_name()}, {capability}",
         "threads": str(torch.get_num_threads()),
         "attention": attention_of(model),
         "reduces gradients": "once a step" if reduces_once else "after each micro-batch",
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 ENTRIES = 16

@@ -3,9 +3,11 @@
     named weights ──matrices of layers──► scale of each group ──round──► the same dtype and shape
 
 A group of entries shares the scale of its largest one: all of a matrix (fp8_per_tensor), a row
-(int8_per_channel), 32 entries of a row (int4_group32), a block of 128 rows and columns
-(fp8_per_block). Integers of b bits are the 2^b - 1 numbers from -(2^(b-1) - 1) to 2^(b-1) - 1,
-without zero points. Scales are float32, and activations stay as they are.
+(int8_per_channel), 32 entries of a row (int4_group32, mxfp8, mxfp4), 16 of them (nvfp4), a block of
+128 rows and columns (fp8_per_block). Integers of b bits are the 2^b - 1 numbers from
+-(2^(b-1) - 1) to 2^(b-1) - 1, without zero points; float4 are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
+negatives. Scales are float32; of mxfp8 and mxfp4 the least powers of two that cut no entry; of
+nvfp4 float8, times a float32 of the matrix. Activations stay as they are.
 
 Held rows are computed with the same matrices (``SentMatrices``), so that the proof of freshness is
 as sharp as without the rounding.
@@ -17,7 +19,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -30,22 +32,37 @@ KEPT = re.compile(r"(embed|wte|lm_head|router|(?:\b|_)gate\.weight|visual|vision
 """Parts of the names of matrices that online quantization leaves as they are."""
 FP8_LARGEST = 448.0
 """The largest number of float8_e4m3fn."""
+FP4_LARGEST = 6.0
 
 
 class Grid(NamedTuple):
-    """Rows and columns of a group, None for all; ``bits`` of an integer, None for float8."""
+    """Rows and columns of a group, None for all.
+
+    Numbers are integers from ``-integer`` to it; for None they are float4 or float8. ``scales``:
+    see the module.
+    """
 
     rows: int | None
     columns: int | None
-    bits: int | None = None
+    integer: int | None = None
+    float4: bool = False
+    scales: Literal["float32", "power of two", "float8"] = "float32"
+
+    @property
+    def largest(self) -> float:
+        """The largest number."""
+        return float(self.integer or (FP4_LARGEST if self.float4 else FP8_LARGEST))
 
 
 GRIDS: dict[FakeQuantization, Grid] = {
     "fp8_per_tensor": Grid(None, None),
     "fp8_per_block": Grid(128, 128),
-    "int8_per_channel": Grid(1, None, 8),
-    "int4_group32": Grid(1, 32, 4),
-    "int2_group32": Grid(1, 32, 2),
+    "mxfp8": Grid(1, 32, scales="power of two"),
+    "int8_per_channel": Grid(1, None, 127),
+    "int4_group32": Grid(1, 32, 7),
+    "mxfp4": Grid(1, 32, float4=True, scales="power of two"),
+    "nvfp4": Grid(1, 16, float4=True, scales="float8"),
+    "int2_group32": Grid(1, 32, 1),
 }
 
 
@@ -70,14 +87,28 @@ def rounded(matrix: torch.Tensor, grid: Grid) -> torch.Tensor:
     rows, columns = min(grid.rows or n, n), min(grid.columns or m, m)
     padded = torch.nn.functional.pad(matrix.float(), (0, -m % columns, 0, -n % rows))
     groups = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    largest = FP8_LARGEST if grid.bits is None else float(2 ** (grid.bits - 1) - 1)
-    scale = groups.abs().amax((1, 3), keepdim=True) / largest
-    scaled = groups / torch.where(scale > 0, scale, 1.0)
-    if grid.bits is None:
-        scaled = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).float()
-    else:
+    scale = _scales(groups.abs().amax((1, 3), keepdim=True), grid)
+    scaled = (groups / torch.where(scale > 0, scale, 1.0)).clamp(-grid.largest, grid.largest)
+    if grid.integer is not None:
         scaled = scaled.round()
+    elif grid.float4:
+        size = scaled.abs()
+        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+        scaled = (scaled / step).round() * step
+    else:
+        scaled = scaled.to(torch.float8_e4m3fn).float()
     return (scaled * scale).view_as(padded)[:n, :m].to(matrix.dtype)
+
+
+def _scales(peaks: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The scales of groups with these largest entries, float32; 0 for a group of zeros."""
+    if grid.scales == "power of two":
+        return (peaks / grid.largest).log2().ceil().exp2()
+    if grid.scales == "float8":
+        whole = peaks.max() / (grid.largest * FP8_LARGEST)
+        each = peaks / grid.largest / torch.where(whole > 0, whole, 1.0)
+        return each.to(torch.float8_e4m3fn).float() * whole
+    return peaks / grid.largest
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from async_opd.core.row import Media
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import TRAINER
 from async_opd.media.cache import FETCH_S
+from trainer.losses.base import Change
 from trainer.vision.parts import is_vision_model
 
 if TYPE_CHECKING:
@@ -50,14 +51,11 @@ class RowImages:
     order: tuple[int, ...]
     positions: torch.Tensor | None = None
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The same on another device."""
-        there = {
-            name: one.to(device, non_blocking=non_blocking) for name, one in self.inputs.items()
-        }
-        at = self.positions
-        at = None if at is None else at.to(device, non_blocking=non_blocking)
-        return replace(self, inputs=there, positions=at)
+    def map(self, change: Change) -> Self:
+        """The same with every tensor changed."""
+        inputs = {name: change(one) for name, one in self.inputs.items()}
+        positions = None if self.positions is None else change(self.positions)
+        return replace(self, inputs=inputs, positions=positions)
 
 
 def of_rollout(rollout: Rollout) -> tuple[Media, ...]:

@@ -34,6 +34,11 @@ class QueueConfig(Section):
     """Maximum size in MiB of the images of all prompts in flight, which the queue holds beside its
     topics, each image once. Prompts with new images wait for room, but for those that two batches
     need."""
+    payloads: Literal["auto", "value", "reference"] = "auto"
+    """How samples reach the trainer. ``value``: through the queue, as rollouts do. ``reference``:
+    scores stay on their teacher's node, in Ray's object store; scorer and queue carry headers and
+    rollouts, and the trainer's ranks fetch from that node. ``auto``: by reference from 1 MiB a
+    sample on. Scores of servers always go through the queue. ``max_mib`` counts both."""
     lease_s: float = Field(default=600, gt=0)
     """A stage that does not renew its leases for so long loses their samples to the next one. While
     it lives it renews its leases, however long it works on them."""

@@ -6,13 +6,14 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from async_opd.config.sections.elastic import Pooled, ReplicasOrNone
 from async_opd.config.sections.section import Count, Name, Section, steps_or_versions
 
 FILES = 64
 """Bound of all files with answers of evaluations, as a multiple of ``samples_mib``."""
 
 
-class EvalConfig(Section):
+class EvalConfig(Pooled, Section):
     """Accuracy on ``data.eval``: before training, every ``every`` weight versions, and after."""
 
     every: int | None = Field(default=5, ge=0)
@@ -46,10 +47,11 @@ class EvalConfig(Section):
     """Maximum size of ``evals/step_N.jsonl``, which has the answers of the evaluation at step N,
     of each data source equally many; 0: no files. All files together take at most 64 times as much:
     those of the oldest steps make room for others."""
-    replicas: int = Field(default=0, ge=0)
-    """Engines that only evaluate, as ``rollout`` says otherwise, on dedicated GPUs: an
-    evaluation then measures exactly one weight version, and takes nothing from the rollouts. 0: the
-    rollout replicas evaluate beside their rollouts, which may take several versions."""
+    replicas: ReplicasOrNone = 0
+    """Engines that only evaluate, as ``rollout`` says otherwise, on dedicated GPUs, or ``{min: 1,
+    max: 4}`` of them: an evaluation then measures exactly one weight version, and takes nothing
+    from the rollouts. 0: the rollout replicas evaluate beside their rollouts, which may take
+    several versions."""
     teachers: bool = True
     """Also measures each teacher on its own data sources once, before training."""
 

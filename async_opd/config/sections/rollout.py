@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from async_opd.config.sections.elastic import Pooled, Replicas
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.section import Count, ModelSection, Rendering, Section
 
@@ -14,11 +15,12 @@ class StudentConfig(ModelSection, Rendering):
     """The model that is trained, and how its prompts are rendered."""
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Pooled, Section):
     """Sampling of the student's responses."""
 
-    replicas: Count = 1
-    """Independent engines of the student."""
+    replicas: Replicas = 1
+    """Independent engines of the student. ``{min: 2, max: 8}``: a run starts with at least 2, and
+    has up to 8 where the cluster that it joins has GPUs for them (docs/cluster.md)."""
     tensor_parallel: Count = 1
     """GPUs of each engine."""
     n: Count = 4

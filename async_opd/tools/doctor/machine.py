@@ -38,7 +38,7 @@ def devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
         each = f"{pool.gpus_per_replica} GPU each" if device == "cuda" else "CPU"
         each += f", those of {pool.shares}" if pool.shares else ""
         what = "ranks" if pool.name == "train" else "replicas"
-        yield Finding("devices", "ok", f"{pool.name}: {pool.replicas} {what}, {each}, {pool.model}")
+        yield Finding("devices", "ok", f"{pool.name}: {pool.count} {what}, {each}, {pool.model}")
 
 
 def memory(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:

@@ -14,38 +14,11 @@ from typing import Any
 
 from async_opd.config.overrides import add_overrides
 from async_opd.config.secrets import without_secrets
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 from async_opd.core.printable import indented, on_one_line
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import refuse_link, remove_tree
 
-INIT = """\
-Writes a commented config of a student, its teachers and their prompts, after the checks of
-async_opd check. Asks for what is not given, on a terminal. Paths are those of the working
-directory; the file names them relative to itself.
-
-  async_opd init
-  async_opd init my-run.yaml --student models/student --teacher models/teacher \\
-      --data train.jsonl --eval test.jsonl --set rollout.max_tokens=512
-  async_opd init two.yaml --student models/student --teacher math=Qwen/Qwen3-8B \\
-      --teacher code=models/coder --data math=hf:openai/gsm8k:main:train --data python:code=py.jsonl
-"""
-QUICKSTART = """\
-Distils two small teachers into one student on two CPU cores, in about four minutes: the real
-pipeline, on models and data that come with async_opd. DIR then has quickstart.yaml and its inputs,
-to read and to change: existing files are kept. A quickstart.yaml that was changed is run
-where DIR is named.
-
-  async_opd quickstart
-  async_opd quickstart first --set train.steps=50
-  async_opd quickstart .
-"""
-COMPLETION = """\
-Prints the script that makes a shell complete commands, options, files and config keys.
-
-  eval "$(async_opd completion bash)"                       in ~/.bashrc; the same with zsh
-  async_opd completion fish > ~/.config/fish/completions/async_opd.fish
-"""
 SHELLS = ("bash", "zsh", "fish")
 OK = 0
 
@@ -62,7 +35,7 @@ def packaged() -> Path:
     if found is None:
         message = f"the quickstart's {CONFIG} is in none of {', '.join(map(str, places))}"
         remedy = "install async_opd from its wheel, or run in a complete checkout"
-        raise ConfigError([Problem("installation", "", message, remedy)])
+        raise ConfigError.of("", message, remedy, "installation")
     return found
 
 
@@ -77,7 +50,7 @@ def refuse_folder(folder: Path) -> None:
         remedy = f"remove {folder / NAME}, or name another directory: async_opd quickstart DIR"
     else:
         return
-    raise ConfigError([Problem("command line", "DIR", message, remedy)])
+    raise ConfigError.of("DIR", message, remedy)
 
 
 def refuse_unnamed(config: Path) -> None:
@@ -91,7 +64,7 @@ def refuse_unnamed(config: Path) -> None:
     if found != (packaged() / CONFIG).read_bytes():
         message = f"{config.name} is here already, and is not the one of this version"
         remedy = "if it is yours, name its directory: async_opd quickstart ."
-        raise ConfigError([Problem("command line", "DIR", message, remedy)])
+        raise ConfigError.of("DIR", message, remedy)
 
 
 def copy_to(folder: Path) -> list[Path]:
@@ -117,8 +90,18 @@ def copy_to(folder: Path) -> list[Path]:
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd init``."""
-    parser.description = INIT
+    r"""Writes a commented config of a student, its teachers and their prompts.
+
+    It is written after the checks of async_opd check. Asks for what is not given, on a terminal.
+    Paths are those of the working directory; the file names them relative to itself.
+
+      async_opd init
+      async_opd init my-run.yaml --student models/student --teacher models/teacher \
+          --data train.jsonl --eval test.jsonl --set rollout.max_tokens=512
+      async_opd init two.yaml --student models/student --teacher math=Qwen/Qwen3-8B \
+          --teacher code=models/coder --data math=hf:openai/gsm8k:main:train \
+          --data python:code=py.jsonl
+    """
     parser.set_defaults(command=_init)
     what = "the config (default: config.yaml)"
     parser.add_argument("file", nargs="?", default="config.yaml", metavar="FILE", help=what)
@@ -138,8 +121,16 @@ def add_init(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quickstart(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd quickstart``."""
-    parser.description = QUICKSTART
+    """Distils two small teachers into one student on two CPU cores, in about four minutes.
+
+    It is the real pipeline, on models and data that come with async_opd. DIR then has
+    quickstart.yaml and its inputs, to read and to change: existing files are kept. A
+    quickstart.yaml that was changed is run where DIR is named.
+
+      async_opd quickstart
+      async_opd quickstart first --set train.steps=50
+      async_opd quickstart .
+    """
     parser.set_defaults(command=_quickstart)
     what = "directory for the config, its inputs and runs (default: this one)"
     parser.add_argument("folder", nargs="?", metavar="DIR", help=what)
@@ -149,8 +140,13 @@ def add_quickstart(parser: argparse.ArgumentParser) -> None:
 
 
 def add_completion(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd completion``."""
-    parser.description = COMPLETION
+    """Prints the script that makes a shell complete commands, options, files and config keys.
+
+    A shell runs it at its start:
+
+      eval "$(async_opd completion bash)"                       in ~/.bashrc; the same with zsh
+      async_opd completion fish > ~/.config/fish/completions/async_opd.fish
+    """
     parser.set_defaults(command=_completion)
     parser.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
 
@@ -161,14 +157,12 @@ def _init(given: argparse.Namespace) -> int:
 
     target = Path(given.file)
     if target.exists() and not given.force:
-        problem = Problem(str(target), "", "exists already", "add --force, or name another file")
-        raise ConfigError([problem])
+        raise ConfigError.of("", "exists already", "add --force, or name another file", str(target))
     if "=" in target.name and not target.exists():
         remedy = f"for a key of the config: --set {target}"
-        raise ConfigError([Problem("command line", "FILE", f"{target} is taken for it", remedy)])
+        raise ConfigError.of("FILE", f"{target} is taken for it", remedy)
     if not target.parent.is_dir():
-        problem = Problem(str(target), "", "has no directory yet", f"mkdir -p {target.parent}")
-        raise ConfigError([problem])
+        raise ConfigError.of("", "has no directory yet", f"mkdir -p {target.parent}", str(target))
     draft = Draft(given.student, given.teacher, given.data, given.eval)
     if sys.stdin.isatty() and sys.stdout.isatty():
         draft.ask(_asked)

@@ -20,16 +20,6 @@ from async_opd.tools.importing.draft import Draft
 if TYPE_CHECKING:
     from async_opd.core.errors import Problem
 
-IMPORT = """\
-Turns a run of another framework into a config: verl (.sh with Hydra overrides, .yaml), TRL (.py
-with a config class, .sh with flags, .yaml), prime-rl (.toml), AsyncOPD (.yaml), NeMo-RL (.yaml).
-Files are parsed, never executed. Comments name every key of the file: what it became here, why it
-means nothing here, or that it is not mapped. A value that cannot be read is a placeholder under
-"Fill in": the exit code is 2 then, as for a run that is not on-policy distillation.
-
-  async_opd import run_qwen3_8b_fsdp.sh > config.yaml
-  async_opd import rl.toml --output config.yaml
-"""
 NAMES = ("verl", "nemo-rl", "asyncopd", "prime-rl", "trl")
 OK = 0
 WIDTH = 100
@@ -142,8 +132,17 @@ def _grouped(keys: Mapping[str, str]) -> list[str]:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd import``."""
-    parser.description = IMPORT
+    """Turns a run of another framework into a config.
+
+    It reads verl (.sh with Hydra overrides, .yaml), TRL (.py with a config class, .sh with flags,
+    .yaml), prime-rl (.toml), AsyncOPD (.yaml) and NeMo-RL (.yaml). Files are parsed, never
+    executed. Comments name every key of the file: what it became here, why it means nothing here,
+    or that it is not mapped. A value that cannot be read is a placeholder under "Fill in": the exit
+    code is 2 then, as for a run that is not on-policy distillation.
+
+      async_opd import run_qwen3_8b_fsdp.sh > config.yaml
+      async_opd import rl.toml --output config.yaml
+    """
     parser.set_defaults(command=_import)
     parser.add_argument("file", metavar="FILE", help="script or config of the other framework")
     what = "the framework (default: the one whose keys the file has)"
@@ -154,13 +153,12 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def _import(arguments: argparse.Namespace) -> int:
     """Writes the config. ConfigError, which is exit code 2, if it waits for the user then."""
-    from async_opd.core.errors import ConfigError, Problem
+    from async_opd.core.errors import ConfigError
     from async_opd.files.safe_open import write_atomically
 
     target = None if arguments.output is None else Path(arguments.output)
     if target is not None and target.exists() and not arguments.force:
-        problem = Problem(str(target), "", "exists already", "add --force, or name another file")
-        raise ConfigError([problem])
+        raise ConfigError.of("", "exists already", "add --force, or name another file", str(target))
     draft, text = imported(Path(arguments.file), arguments.framework)
     text = arguments.redacted(text)
     if target is None:

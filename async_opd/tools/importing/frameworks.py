@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.yaml_text import YamlError, load_yaml
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 from async_opd.files.foreign import foreign
 from async_opd.tools.importing import asyncopd, nemo_rl, prime_rl, trl, verl
 from async_opd.tools.importing.budget import FILE_BYTES, Budget
@@ -115,7 +115,7 @@ def drafted(framework: Framework, keys: Mapping[str, Any]) -> Draft:
 
 
 def _refused(path: Path, message: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(str(path), "", message, remedy)])
+    return ConfigError.of("", message, remedy, str(path))
 
 
 def _parse(path: Path, name: str | None) -> Parsed:

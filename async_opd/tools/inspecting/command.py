@@ -7,29 +7,28 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_opd.files.foreign import Place
     from async_opd.tools.inspecting.view import View
     from async_opd.tools.report.recorded_run import RecordedRun
 
-ABOUT = """\
-Shows what happened to single tokens of a run with log.microscope: log-probabilities of student and
-teacher, the most probable tokens of both, loss, weights, clamps and versions, and what became of
-the sample. Without UID: an overview by teacher. docs/microscope.md says how to find what is wrong.
-
-  async_opd inspect runs/quickstart
-  async_opd inspect runs/quickstart --worst gap
-  async_opd inspect runs/quickstart --step 12
-  async_opd inspect runs/quickstart 0:3#0/1 --by gap
-"""
 SHOWN = 20
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd inspect``."""
-    parser.description = ABOUT
+    """Shows what happened to single tokens of a run with log.microscope.
+
+    It shows log-probabilities of student and teacher, the most probable tokens of both, loss,
+    weights, clamps and versions, and what became of the sample. Without UID: an overview by
+    teacher. docs/microscope.md says how to find what is wrong.
+
+      async_opd inspect runs/quickstart
+      async_opd inspect runs/quickstart --worst gap
+      async_opd inspect runs/quickstart --step 12
+      async_opd inspect runs/quickstart 0:3#0/1 --by gap
+    """
     parser.set_defaults(command=_inspect)
     parser.add_argument("run_dir", metavar="RUN_DIR|URL", help="directory of a run, or its mirror")
     chosen = parser.add_mutually_exclusive_group()
@@ -60,7 +59,7 @@ def _inspect_in(folder: Place, given: argparse.Namespace) -> int:
     if not steps:
         message = "the run has no records of tokens"
         remedy = "set log.microscope.share, for example to 0.01, and run it"
-        raise ConfigError([Problem(str(run.folder), "log.microscope.share", message, remedy)])
+        raise ConfigError.of("log.microscope.share", message, remedy, str(run.folder))
     view = View(run, given.by or given.worst or "loss", given.rows)
     view.lines([f"unreadable: {fault}" for fault in unreadable(run.folder)])
     if given.uid is not None:
@@ -91,7 +90,7 @@ def _show_sample(run: RecordedRun, view: View, uid: str) -> None:
         message = f"found {uid}, which has no record of its tokens"
         message += f"; its status: {status}" if uid in admitted else " and was never admitted"
         remedy = f"recorded samples near it: {', '.join(near)}"
-        raise ConfigError([Problem(str(run.folder), "UID", message, remedy)])
+        raise ConfigError.of("UID", message, remedy, str(run.folder))
     for record in found:
         view.sample(record)
 
@@ -103,8 +102,7 @@ def _show_step(run: RecordedRun, view: View, step: int, steps: Sequence[int]) ->
     if step not in steps:
         nearest = min(steps, key=lambda one: abs(one - step))
         message = f"found {step}, which has no records; {len(steps)} steps have some"
-        remedy = f"the nearest is {nearest}"
-        raise ConfigError([Problem(str(run.folder), "--step", message, remedy)])
+        raise ConfigError.of("--step", message, f"the nearest is {nearest}", str(run.folder))
     found = list(records(run.folder, [step]))
     view.samples(f"samples of step {step}", found)
     logged = dict(run.series("loss/total")).get(step)

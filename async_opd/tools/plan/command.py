@@ -22,27 +22,28 @@ from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import foreign
 from async_opd.files.safe_open import write_atomically
 from async_opd.observability.terminal import duration, terminal_on
+from async_opd.queue.sizes import in_mib
 from async_opd.tools.plan.advice import ENOUGH, Advice, advise, current
 from async_opd.tools.plan.chart import draw_charts
 from async_opd.tools.plan.inputs import required_plan, setting_of
 from async_opd.tools.plan.measured import MeasuredRates, read_run
+from async_opd.tools.plan.scaling import Arrow, arrows_of, limits
 from async_opd.tools.plan.setting import Setting
 from async_opd.tools.plan.sim.simulation import PoolUse, Prediction, predict
 
-ABOUT = """\
-Predicts throughput and staleness, and advises how many GPUs each pool should have and which
-staleness threshold is enough. The speeds come from the config's plan section, or from a finished
-run. Draws a chart into plan.svg, if the extra report is installed.
-
-  async_opd plan config.yaml --gpus 64
-  async_opd plan runs/quickstart rollout.n=8 --json
-"""
 NOT_DRAWN = 'not drawn: it needs altair → pip install "async-opd[report]"'
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd plan``."""
-    parser.description = ABOUT
+    """Predicts throughput and staleness, and advises sizes.
+
+    Advice is how many GPUs each pool should have, and which staleness threshold is enough. The
+    speeds come from the config's plan section, or from a finished run. Draws a chart into plan.svg,
+    if the extra report is installed.
+
+      async_opd plan config.yaml --gpus 64
+      async_opd plan runs/quickstart rollout.n=8 --json
+    """
     add_config(parser, "YAML file with a plan section, or a run directory")
     what = "GPUs to split among the pools (default: as many as the config uses)"
     parser.add_argument("--gpus", type=int, metavar="N", help=what)
@@ -80,13 +81,16 @@ def plan(
     prediction = predict(setting, seed=source.config.seed)
     file = source.chart if out is None else Path(out) / "plan.svg"
     chart = _drawn(advice, file)
+    arrows = arrows_of(source.config, setting)
     if as_json:
-        print(json.dumps(_document(source, setting, prediction, advice, chart), indent=2))
+        document = _document(source, setting, prediction, advice, chart)
+        document["traffic"] = _traffic_facts(setting, prediction, arrows)
+        print(json.dumps(document, indent=2))
         return
     if Path(target).is_dir():
         print("speeds of the run, as a section for a config:\n")
         print(escaped(dump_yaml({"plan": source.plan.model_dump()})))
-    show(setting, prediction, source.measured, advice)
+    show(setting, prediction, source.measured, advice, arrows)
     print(on_one_line(f"chart       {chart or NOT_DRAWN}"))
 
 
@@ -152,14 +156,59 @@ def _facts(prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def _traffic_facts(
+    setting: Setting, prediction: Prediction, arrows: Sequence[Arrow]
+) -> dict[str, Any] | None:
+    """Bytes and calls of a sample on each arrow, samples/s of each process; None if unknown."""
+    if not arrows:
+        return None
+    each = prediction.samples_per_s / max(setting.gpus, 1)
+    found = limits(arrows)
+    return {
+        "arrows": [asdict(arrow) for arrow in arrows],
+        "limits": found,
+        "gpus": {name: limit / each for name, limit in found.items()},
+    }
+
+
 def show(
-    setting: Setting, prediction: Prediction, measured: MeasuredRates | None, advice: Advice
+    setting: Setting,
+    prediction: Prediction,
+    measured: MeasuredRates | None,
+    advice: Advice,
+    arrows: Sequence[Arrow],
 ) -> None:
-    """Prints prediction and advice."""
+    """Prints prediction, traffic and advice."""
     console = terminal_on(None)
     console.print(_prediction(setting, prediction, measured))
     console.print()
+    console.print(_traffic(setting, prediction, arrows))
+    console.print()
     console.print(_advice(setting, advice))
+
+
+def _traffic(setting: Setting, prediction: Prediction, arrows: Sequence[Arrow]) -> RenderableType:
+    facts = _traffic_facts(setting, prediction, arrows)
+    if facts is None:
+        return (
+            "traffic     unknown: the files of the student or of a teacher are not on this machine"
+        )
+    rate = prediction.samples_per_s
+    table = Table(title="traffic of a mean sample")
+    table.add_column("arrow")
+    for name in ("bytes", "calls", "a second"):
+        table.add_column(name, justify="right")
+    for one in (arrow for arrow in arrows if arrow.nbytes):
+        moved = [in_mib(round(one.nbytes)), f"{one.calls:.3g}", in_mib(round(one.nbytes * rate))]
+        table.add_row(f"{one.content}: {one.source} → {one.target}", *moved)
+    bounds = Table(title="processes of which there is one")
+    bounds.add_column("process")
+    for name in ("samples/s at most", "of the prediction", "GPUs in this split"):
+        bounds.add_column(name, justify="right")
+    for name, limit in facts["limits"].items():
+        gpus = f"{facts['gpus'][name]:,.0f}" if setting.gpus else ""
+        bounds.add_row(name, f"{limit:,.0f}", f"{limit / rate:,.0f} ×", gpus)
+    return Group(table, "", bounds)
 
 
 def _prediction(

@@ -36,7 +36,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         lengths=Lengths(plan.response_tokens, plan.response_sigma, config.rollout.max_tokens),
         prompt_tokens=plan.prompt_tokens,
         rollout=RolloutPoolSpec(
-            replicas=rollout.replicas,
+            replicas=rollout.min_replicas,
             gpus=rollout.tensor_parallel,
             speed=plan.rollout,
             slots=slots,
@@ -45,7 +45,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         ),
         teachers=tuple(
             TeacherPoolSpec(
-                name, one.replicas, one.gpus, plan.teachers[name], one.batch_size, shares[name]
+                name, one.min_replicas, one.gpus, plan.teachers[name], one.batch_size, shares[name]
             )
             for name, one in config.teachers.items()
         ),
@@ -65,7 +65,9 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
 
 def _evaluation_every(config: RunConfig) -> int:
     """Versions between two evaluations on the rollout replicas, which begin after a sync here."""
-    steps = 0 if config.eval.replicas or not config.data.eval else config.steps_between(config.eval)
+    steps = (
+        0 if config.eval.min_replicas or not config.data.eval else config.steps_between(config.eval)
+    )
     return max(round(steps / config.async_.sync_steps), 1) if steps else 0
 
 
@@ -98,7 +100,7 @@ def required_plan(config: RunConfig, where: str) -> PlanConfig:
             "hardware, and prints them as this section"
         )
         message = "is missing: a prediction needs the speeds of the engines and the trainer"
-        raise ConfigError([Problem(where, "plan", message, remedy)])
+        raise ConfigError.of("plan", message, remedy, where)
     return config.plan
 
 
@@ -129,11 +131,11 @@ def _too_many(config: RunConfig, gpus: int) -> list[Problem]:
     """Counts that no machine has, each of which takes memory in a simulation."""
     counts = {
         "--gpus": gpus,
-        "rollout.replicas": config.rollout.replicas,
+        "rollout.replicas": config.rollout.min_replicas,
         "rollout.n": config.rollout.n,
         "train.ranks": config.train.ranks,
     }
-    counts |= {f"teachers.{name}.replicas": t.replicas for name, t in config.teachers.items()}
+    counts |= {f"teachers.{name}.replicas": t.min_replicas for name, t in config.teachers.items()}
     return [
         Problem("plan", key, f"found {count}, expected at most {MOST}", "plan a smaller cluster")
         for key, count in counts.items()

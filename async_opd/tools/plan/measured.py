@@ -160,8 +160,8 @@ class RecordedSteps:
 
     def measured(self) -> MeasuredRates:
         """Rates, shares and staleness."""
-        replicas = {"rollout": self._config.rollout.replicas, "train": 1}
-        replicas |= {f"teacher/{name}": t.replicas for name, t in self._config.teachers.items()}
+        replicas = {"rollout": self._config.rollout.min_replicas, "train": 1}
+        replicas |= {f"teacher/{name}": t.min_replicas for name, t in self._config.teachers.items()}
         return MeasuredRates(
             samples_per_s=self._config.train.batch_size * len(self._steps) / self._seconds,
             wall_s=self._wall_s,
@@ -287,13 +287,13 @@ class RecordedSteps:
         where = str(run_dir / "metrics.jsonl")
         if len(self._steps) < MIN_STEPS:
             message = f"has {len(self._steps)} steps after the warm-up, expected {MIN_STEPS}"
-            raise ConfigError([Problem(where, "", message, "let the run make more steps")])
+            raise ConfigError.of("", message, "let the run make more steps", where)
         reported = sum("rollout/busy_s" in row.values for row in self._steps)
         if 0 < reported < MIN_STEPS:
             message = f"gave the pools' metrics at {reported} steps after the warm-up, expected "
             message += str(MIN_STEPS)
             remedy = "let the run make more steps, or set log.pools_every_s=0 in the next one"
-            raise ConfigError([Problem(where, "log.pools_every_s", message, remedy)])
+            raise ConfigError.of("log.pools_every_s", message, remedy, where)
         teachers = (
             f"teacher/{name}/{key}" for name in self._config.teachers for key in PER_TEACHER
         )
@@ -326,7 +326,7 @@ def _rows(file: ForeignPath) -> list[MetricsRow]:
         return [row for _, row in metrics_rows(file, HELD_BYTES) if row is not None]
     except OSError as error:
         remedy = "give the directory of a run"
-        raise ConfigError([Problem(str(file), "", f"cannot be read: {error}", remedy)]) from None
+        raise ConfigError.of("", f"cannot be read: {error}", remedy, str(file)) from None
 
 
 def _wall_s(file: ForeignPath) -> float | None:

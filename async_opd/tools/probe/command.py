@@ -22,22 +22,21 @@ if TYPE_CHECKING:
     from async_opd.tools.probe.figures import Estimate, PairFigures, PositionGap
     from async_opd.tools.probe.verdict import Judgement
 
-ABOUT = """\
-Measures in minutes, before a run, what each teacher can teach the student: on a few hundred prompts
-of each data source the accuracy of both, how far their next tokens are apart on the student's own
-responses, what of the teacher's mass the student reaches, and whether the teacher's template looks
-wrong. Says in words what it expects of a run, and suggests objective, top_k and weights.
-Starts the engines one after the other, and keeps nothing.
-
-  async_opd probe config.yaml
-  async_opd probe config.yaml --prompts 500 --json
-"""
 PROMPTS = 256
 
 
 def add_probe(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd probe``."""
-    parser.description = ABOUT
+    """Measures in minutes, before a run, what each teacher can teach the student.
+
+    On a few hundred prompts of each data source it measures the accuracy of both, how far their
+    next tokens are apart on the student's own responses, what of the teacher's mass the student
+    reaches, and whether the teacher's template looks wrong. Says in words what it expects of a run,
+    and suggests objective, top_k and weights. Starts the engines one after the other, and keeps
+    nothing.
+
+      async_opd probe config.yaml
+      async_opd probe config.yaml --prompts 500 --json
+    """
     parser.add_argument("config", help="YAML file")
     add_overrides(parser)
     what = f"prompts of each data source (default {PROMPTS})"
@@ -53,7 +52,7 @@ def _probe(given: argparse.Namespace) -> int:
 
     if given.prompts < 1:
         message = f"found {given.prompts}, a probe asks at least 1"
-        raise ConfigError([Problem("command line", "--prompts", message, "name a number")])
+        raise ConfigError.of("--prompts", message, "name a number")
     config = load_given(given)
 
     def say(text: str) -> None:

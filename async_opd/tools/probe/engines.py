@@ -10,11 +10,10 @@ Never are two of them there at once: a probe needs the memory of the largest. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from async_opd.checks.endpoint_probes import endpoint_probes
 from async_opd.config.lone_teacher import (
@@ -27,18 +26,20 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.batch import Batch
-from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.errors import ConfigError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.files.safe_open import private_files
-from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import check_inputs
 from async_opd.tools.doctor.bias import unknown_bias
+from async_opd.tools.engines import STALL, Notify, ToolEngines
+from async_opd.tools.evaluate import evaluation_config
 from async_opd.tools.probe.asked import AskedSource, asked_sources
 from async_opd.tools.probe.figures import Measured
 from async_opd.tools.probe.measuring import (
+    Answerer,
     Model,
     StudentAnswers,
     ask_student,
@@ -46,13 +47,11 @@ from async_opd.tools.probe.measuring import (
     scored,
     with_whole,
 )
-from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
+from async_opd.waiting.deadline import Deadline, gather_or_cancel
 from teachers.endpoint.check import check_endpoints
 
 TOP_K, SERVED_TOP_K = 64, 20
 """Tokens at each position; where a teacher is a server, those of the loss, or what vLLM's sends."""
-STALL = "raise timeouts.stall_s, or ask fewer prompts"
-Notify = Callable[[str], None]
 
 
 class Replicas:
@@ -78,30 +77,29 @@ class Replicas:
 
 
 async def measure(
-    config: RunConfig,
-    sources: Sequence[AskedSource],
-    device: Device,
-    eos_ids: tuple[int, ...],
-    notify: Notify,
+    config: RunConfig, sources: Sequence[AskedSource], engines: ToolEngines
 ) -> list[Measured]:
     """The figures of each source, in order. StageError."""
+    notify = engines.notify
     notify("starting the student")
-    answers = await _of_student(config, sources, device, eos_ids, notify)
+    answers = await _of_student(config, sources, engines)
     alone = _with_top_k(config)
     seen = {p.data_source for one in sources for p in one.asked.prompts if p.media}
     by_itself = with_itself_as_teacher(alone, seen)
 
-    async def score_all(model: Model) -> list[list[Sample]]:
+    async def score_all(replicas: Sequence[Model]) -> list[list[Sample]]:
+        model = Replicas(replicas)
         read = [[its.without_teacher_inputs for its in one.rollouts] for one in answers]
         return [await scored(model, rollouts) for rollouts in read]
 
     notify("starting a scoring engine with the student's weights")
     shown = [prompt for one in sources for prompt in one.asked.prompts]
-    own = await _with_teacher(by_itself, ITSELF, device, eos_ids, shown, score_all)
+    own = await engines.of_teacher(by_itself, ITSELF, shown, score_all)
     found: dict[str, Measured] = {}
     for name in dict.fromkeys(one.teacher for one in sources):
 
-        async def ask(model: Model, name: str = name) -> None:
+        async def ask(replicas: Sequence[Model], name: str = name) -> None:
+            model = Replicas(replicas)
             for one, its, scores in zip(sources, answers, own, strict=True):
                 if one.teacher == name:
                     names = (one.source, name)
@@ -109,9 +107,10 @@ async def measure(
 
         notify(f"starting teacher {name}")
         shown = [prompt for one in sources if one.teacher == name for prompt in one.asked.prompts]
-        await _with_teacher(with_one_teacher(alone, name), name, device, eos_ids, shown, ask)
+        await engines.of_teacher(with_one_teacher(alone, name), name, shown, ask)
 
-        async def ask_whole(model: Model, name: str = name) -> None:
+        async def ask_whole(replicas: Sequence[Model], name: str = name) -> None:
+            model = Replicas(replicas)
             for one, its in zip(sources, answers, strict=True):
                 if one.teacher == name:
                     scores = await scored(model, its.rollouts)
@@ -120,56 +119,24 @@ async def measure(
         if (whole := with_whole_teacher(alone, name)) is not None:
             notify(f"starting teacher {name} with the weights of its files")
             try:
-                await _with_teacher(whole, name, device, eos_ids, shown, ask_whole)
+                await engines.of_teacher(whole, name, shown, ask_whole)
             except Exception as error:  # Ray raises the bare class if it cannot start
                 notify(f"teachers.{name}: the bias of its precision was not measured: {error}")
     return [found[one.source] for one in sources]
 
 
 async def _of_student(
-    config: RunConfig,
-    sources: Sequence[AskedSource],
-    device: Device,
-    eos_ids: tuple[int, ...],
-    notify: Notify,
+    config: RunConfig, sources: Sequence[AskedSource], engines: ToolEngines
 ) -> list[StudentAnswers]:
-    from async_opd.cluster.launch import launch_evaluators
+    async def answers(stage: Answerer) -> list[StudentAnswers]:
+        return [await ask_student(stage, one.asked) for one in sources]
 
-    rollout = config.rollout.model_copy(update={"placement": "dedicated", "with_": None})
-    evaluation = config.eval.model_copy(update={"replicas": config.rollout.replicas})
-    train = config.train.model_copy(update={"lora": None})
-    parts = {"rollout": rollout, "eval": evaluation, "train": train}
-    alone = config.model_copy(update=parts)
-    async with launch_evaluators(alone, device=device, eos_ids=eos_ids, notify=notify) as stage:
-
-        async def ask() -> list[StudentAnswers]:
-            return [await ask_student(stage, one.asked) for one in sources]
-
-        async def served() -> Any:
-            await stage.run()
-            raise StageError("student", "its engines ended while they were asked")
-
+    async def bounded(stage: Answerer) -> list[StudentAnswers]:
         bound = config.timeouts.stall_s
-        work = Deadline("student").within(bound, "answering", ask(), STALL)
-        return await race(work, served())
+        return await Deadline("student").within(bound, "answering", answers(stage), STALL)
 
-
-async def _with_teacher(
-    config: RunConfig,
-    name: str,
-    device: Device,
-    eos_ids: tuple[int, ...],
-    prompts: Sequence[Prompt],
-    work: Callable[[Any], Any],
-) -> Any:
-    """The result of the work with a teacher's replicas, about these prompts. StageError."""
-    from async_opd.cluster.launch import launch_teacher
-
-    given: dict[str, Any] = {"device": device, "eos_ids": eos_ids, "prompts": prompts}
-    async with launch_teacher(config, name, **given) as replicas:
-        asked = work(Replicas(replicas))
-        bound = config.timeouts.stall_s
-        return await Deadline(f"teachers.{name}").within(bound, "scoring", asked, STALL)
+    alone = evaluation_config(config, None, None)
+    return await engines.of_student(alone, "student", bounded)
 
 
 def _with_top_k(config: RunConfig) -> RunConfig:
@@ -207,10 +174,10 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
             stack.callback(one.evaluation.close)
         if not sources:
             message = "no source has a teacher and a prompt that fits"
-            raise ConfigError([Problem(where, "data.train", message, "see async_opd doctor")])
+            raise ConfigError.of("data.train", message, "see async_opd doctor", where)
         for name in dict.fromkeys(one.teacher for one in sources):
             if unknown := unknown_bias(config, where, name):
                 notify(str(unknown))
         quick = config.model_copy(update={"run_dir": str(folder)})
-        ends = text.response_ends()
-        return list(uvloop.run(measure(quick, sources, ready.device, ends, notify)))
+        engines = ToolEngines(ready.device, text.response_ends(), notify)
+        return list(uvloop.run(measure(quick, sources, engines)))

@@ -14,27 +14,26 @@ from pathlib import Path
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.tools.qualify.rows import ROWS
 
-ABOUT = """\
-Measures on this machine what no test of async_opd can show without a GPU, and writes one report: a
-row for each such part of docs/status.md, the riskiest first, with its figures, its criterion and
-whether it passed. No network is used: models are made on the spot. Rows that need only torch and
-transformers run without ray, vllm and pydantic. On a machine without a GPU all rows run that need
-none, at small sizes. A second call with the same --out goes on after the rows that have ended.
-Exit code 0: all rows that could run have passed; 1: a row failed, or a further call is needed.
-
-  async_opd qualify --out report.json
-  async_opd qualify --out report.json --minutes 10
-  async_opd qualify --out again.json --only streams,weights
-  async_opd qualify --list
-
-Attach the report to an issue: it is all that a maintainer needs.
-"""
 OK, FAILED = 0, 1
 
 
 def add_qualify(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd qualify``."""
-    parser.description = ABOUT
+    """Measures on this machine what no test of async_opd can show without a GPU.
+
+    Writes one report: a row for each such part of docs/status.md, the riskiest first, with its
+    figures, its criterion and whether it passed. No network is used: models are made on the spot.
+    Rows that need only torch and transformers run without ray, vllm and pydantic. On a machine
+    without a GPU all rows run that need none, at small sizes. A second call with the same --out
+    goes on after the rows that have ended. Exit code 0: all rows that could run have passed; 1: a
+    row failed, or a further call is needed.
+
+      async_opd qualify --out report.json
+      async_opd qualify --out report.json --minutes 10
+      async_opd qualify --out again.json --only streams,weights
+      async_opd qualify --list
+
+    Attach the report to an issue: it is all that a maintainer needs.
+    """
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--out", type=Path, metavar="FILE", help="the report (JSON)")
     chosen.add_argument("--list", action="store_true", help="print the rows; measure nothing")
@@ -60,7 +59,7 @@ def _qualify(given: argparse.Namespace) -> int:
         report.write()
     except OSError as error:
         message, remedy = f"cannot be written: {error}", "give another --out"
-        raise ConfigError([Problem(str(given.out), "", message, remedy)]) from error
+        raise ConfigError.of("", message, remedy, str(given.out)) from error
     harness.preload(machine["device"])
     print(f"{_counted(machine['gpus'], 'GPU')}; {machine['device_name']}", flush=True)
     left = report.measure(names, again=bool(given.only), minutes=given.minutes or math.inf)

@@ -28,7 +28,7 @@ from typing import Any
 
 from async_opd.config.device_defaults import ALLOCATOR
 from async_opd.config.secrets import Redactor
-from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.printable import escaped
 from async_opd.tools.qualify.rows import ROWS, GpuRow, named
 
@@ -93,17 +93,15 @@ def report_in(path: Path, machine: Found) -> ReportFile:
         return ReportFile(path, machine, {})
     except OSError as error:
         message = f"cannot be read: {error.strerror}"
-        raise ConfigError([Problem(str(path), "", message, "give another --out")]) from error
+        raise ConfigError.of("", message, "give another --out", str(path)) from error
     except (ValueError, KeyError, TypeError) as error:
-        problem = Problem(
-            str(path), "", f"is not a report of qualify: {error}", "give another --out"
-        )
-        raise ConfigError([problem]) from error
+        raise ConfigError.of(
+            "", f"is not a report of qualify: {error}", "give another --out", str(path)
+        ) from error
     differs = [key for key in ("device_name", "versions") if before.get(key) != machine.get(key)]
     if differs:
         found = "; ".join(f"{key} {before.get(key)}, here {machine.get(key)}" for key in differs)
-        problem = Problem(str(path), "", f"is of another machine: {found}", "give another --out")
-        raise ConfigError([problem])
+        raise ConfigError.of("", f"is of another machine: {found}", "give another --out", str(path))
     return ReportFile(path, machine, rows)
 
 
@@ -122,7 +120,7 @@ def machine_of(gpus: int | None) -> Found:
             raise StageError("qualify", cause, "repair the installation of torch")
     if gpus is not None and found["gpus"] < gpus:
         message = f"is {gpus}, and torch finds {found['gpus']} GPUs"
-        raise ConfigError([Problem("command line", "--gpus", message, "give a smaller number")])
+        raise ConfigError.of("--gpus", message, "give a smaller number")
     return found
 
 

@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from trainer.replay.kept_step import Record
     from trainer.replay.replayer import DifferentWeights, Recomputed
 
-ABOUT = """\
-Computes a training step of a run again, from the checkpoint before it and the batches since, which
-a run with log.replay: true keeps, and compares loss, gradient norm, other results and all weights
-bit by bit. If they differ, it says where first. Starts the trainer's ranks, and no engine.
-
-  async_opd replay runs/quickstart --step 12
-"""
 EQUAL, DIFFERENT = 0, 1
 FIRST = ("loss/total", "train/grad_norm")
 """Of the results that differ these are named first: a step computes them in this order."""
@@ -163,8 +156,14 @@ class Outcome:
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd replay``."""
-    parser.description = ABOUT
+    """Computes a training step of a run again, and compares it with the run bit by bit.
+
+    It begins at the checkpoint before the step, and takes the batches since, which a run with
+    log.replay: true keeps. Loss, gradient norm, other results and all weights are compared. If they
+    differ, it says where first. Starts the trainer's ranks, and no engine.
+
+      async_opd replay runs/quickstart --step 12
+    """
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run with log.replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the training step")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
@@ -238,7 +237,7 @@ def _alone(plan: ReplayPlan) -> RunConfig:
     config, found = plan.config, plan.steps[-1].records[0].platform.get("threads", "")
     if re.fullmatch("[1-9][0-9]{0,3}", found) is None:
         message = f"the record has {found[:40]!r} as the threads of the rank"
-        raise ConfigError([Problem(str(plan.config.run_dir), "--step", message, "name another")])
+        raise ConfigError.of("--step", message, "name another", str(plan.config.run_dir))
     threads = int(found)
     quiet = config.log.microscope.model_copy(update={"share": 0.0})
     parts = {

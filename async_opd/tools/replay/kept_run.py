@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from async_opd.checkpoint.store import FOLDER, Checkpoints, load
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import CheckpointError, ConfigError, Problem
+from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.files.foreign import ForeignPath, foreign
 from async_opd.files.kept_steps import KeptFile, kept_files
 from async_opd.files.run_format import refuse_no_run
@@ -96,7 +96,7 @@ def _read(files: Sequence[KeptFile]) -> KeptRecords:
     try:
         records = tuple(read_record(file.path) for file in files)
     except CheckpointError as error:
-        raise ConfigError([Problem("replay", "", error.cause, error.remedy)]) from error
+        raise ConfigError.of("", error.cause, error.remedy, "replay") from error
     first, path = records[0].result, files[0].path
     if any((one.result.step, one.result.part) != (first.step, first.part) for one in records):
         raise _refused(str(path.parent), f"the files of step {first.step} are of several runs", "")
@@ -131,7 +131,7 @@ def _not_kept(run_dir: Path, step: int, kept: Sequence[int]) -> ConfigError:
 
 
 def _refused(run_dir: Path | str, cause: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(str(run_dir), "--step", cause, remedy)])
+    return ConfigError.of("--step", cause, remedy, str(run_dir))
 
 
 def _listed(steps: Sequence[int] | dict[int, list[KeptFile]]) -> str:

@@ -16,25 +16,17 @@ if TYPE_CHECKING:
     from async_opd.files.foreign import Place
     from async_opd.tools.report.recorded_run import RecordedRun
 
-REPORT = """\
-Writes report.html into a run directory: one file that needs no network, with a verdict on what
-limits the run, learning curves, staleness, the pools' time, the life of a sample, restarts, dead
-letters, the config and how to reproduce it. The run may be over or be running.
-
-  async_opd report runs/quickstart
-  async_opd report runs/quickstart report.gpu_hour_price=2.5 --out quickstart.html
-"""
-COMPARE = """\
-Prints the figures of several runs and the config keys that differ, and writes compare.html with
-their curves over each other.
-
-  async_opd compare runs/quickstart runs/lr6 --out compare.html
-"""
-
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd report``."""
-    parser.description = REPORT
+    """Writes report.html into a run directory: one file that needs no network.
+
+    It has a verdict on what limits the run, learning curves, staleness, the pools' time, the life
+    of a sample, restarts, dead letters, the config and how to reproduce it. The run may be over or
+    be running.
+
+      async_opd report runs/quickstart
+      async_opd report runs/quickstart report.gpu_hour_price=2.5 --out quickstart.html
+    """
     parser.set_defaults(command=_report)
     parser.add_argument("run_dir", metavar="RUN_DIR|URL", help="directory of a run, or its mirror")
     add_overrides(parser, "report.gpu_hour_price=2.5")
@@ -46,8 +38,12 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``async_opd compare``."""
-    parser.description = COMPARE
+    """Prints the figures of several runs and the config keys that differ.
+
+    Writes compare.html with their curves over each other.
+
+      async_opd compare runs/quickstart runs/lr6 --out compare.html
+    """
     parser.set_defaults(command=_compare, overrides=[])
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR|URL", help="directories of runs")
     what = "default: compare.html in the working directory"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_opd.checks.resources import pools
 from async_opd.config.run_config import RunConfig
+from async_opd.files.lines import MetricsRow
 from async_opd.files.origin import read_origins
+from async_opd.memory.pools import EVAL
 from async_opd.observability.terminal import duration
 from async_opd.tools.report.pool_times import mean, steady_rows, total
 from async_opd.tools.report.recorded_run import RecordedRun
@@ -28,7 +31,7 @@ class Facts:
     tokens: float
     samples_per_s: float
     staleness: float
-    gpus: int
+    gpus: float
     dead_letters: int
     start_up_s: float = 0.0
 
@@ -55,7 +58,7 @@ def facts_of(run: RecordedRun) -> Facts:
         tokens=total(run.steps, "train/response_tokens"),
         samples_per_s=samples_per_s(run, rows) if rows else 0.0,
         staleness=mean(rows, "staleness/mean"),
-        gpus=gpus_of(run.config) if device_of(run) != "cpu" else 0,
+        gpus=gpus_of(run.config, run.steps) if device_of(run) != "cpu" else 0,
         dead_letters=len(run.dead_letters),
     )
 
@@ -66,10 +69,18 @@ def device_of(run: RecordedRun) -> str:
     return found[-1] if found else run.config.cluster.device
 
 
-def gpus_of(config: RunConfig) -> int:
-    """GPUs that the pools take; those of colocated pools count once."""
+def gpus_of(config: RunConfig, rows: Sequence[MetricsRow] = ()) -> float:
+    """GPUs that the pools take; those of colocated pools count once.
+
+    A pool that can grow takes those of the mean number of replicas that served, at least ``min``.
+    """
+    keys = {"rollout": "rollout/replicas", EVAL: "rollout/eval_replicas"}
+    keys |= {f"teachers.{name}": f"teacher/{name}/serving" for name in config.teachers}
     return sum(
-        pool.replicas * pool.gpus_per_replica for pool in pools(config) if pool.shares is None
+        max(pool.replicas, mean(rows, keys[pool.name]) if pool.beyond else 0)
+        * pool.gpus_per_replica
+        for pool in pools(config)
+        if pool.shares is None
     )
 
 

@@ -16,7 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 from async_opd.core.printable import escaped
 from async_opd.tools.report.charts import Chart
 
@@ -117,7 +117,7 @@ def _bundle() -> str:
     except ImportError:
         remedy = 'pip install "async-opd[report]"'
         message = "vl-convert-python, whose charts the page has, is not installed"
-        raise ConfigError([Problem("async_opd report", "", message, remedy)]) from None
+        raise ConfigError.of("", message, remedy, "async_opd report") from None
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return bundle.replace("</script", "<\\/script")
 

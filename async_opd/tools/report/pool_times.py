@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from async_opd.config.sections.elastic import Pooled
 from async_opd.files.lines import MetricsRow
 from async_opd.observability.pool_report import POOLS_S, between_reports
 from async_opd.tools.plan.inputs import slots_of
@@ -70,7 +71,8 @@ def pool_times(run: RecordedRun, rows: Sequence[MetricsRow]) -> tuple[PoolTime, 
     teachers = (
         _pool(pool, {COMPUTING: total(rows, f"{pool}/busy_s") / seconds / replicas}, ROLLOUTS)
         for pool, replicas in (
-            (f"teacher/{name}", max(one.replicas, 1)) for name, one in run.config.teachers.items()
+            (f"teacher/{name}", _replicas(one, rows, f"teacher/{name}/serving"))
+            for name, one in run.config.teachers.items()
         )
     )
     return (_rollout(run, rows, seconds), *teachers, _train(rows, seconds))
@@ -87,12 +89,18 @@ def mean(rows: Sequence[MetricsRow], key: str) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
+def _replicas(section: Pooled, rows: Sequence[MetricsRow], key: str) -> float:
+    """The replicas of a pool; of one that follows the cluster the mean of those that served."""
+    fewest, most = section.min_replicas, section.max_replicas
+    return max(mean(rows, key) if fewest < most else fewest, 1)
+
+
 def _rollout(run: RecordedRun, rows: Sequence[MetricsRow], seconds: float) -> PoolTime:
     """``request_s`` leaves out pauses, so that both are parts of the pool's time.
 
     An evaluation takes none of it: no rollout waits for a slot because of one.
     """
-    replicas = run.config.rollout.replicas
+    replicas = _replicas(run.config.rollout, rows, "rollout/replicas")
     all_slots = replicas * slots_of(run.config)
     limited = [row.values for row in rows if "rollout/limit" in row.values]
     limited_s = sum(values.get(POOLS_S, values[STEP_S]) for values in limited)

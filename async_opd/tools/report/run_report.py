@@ -15,15 +15,7 @@ from async_opd.core.reports import Level
 from async_opd.files.origin import read_origins
 from async_opd.observability.terminal import duration
 from async_opd.tools.report.facts import tiles_of
-from async_opd.tools.report.page import (
-    Section,
-    folded,
-    page,
-    paragraphs,
-    table,
-    text,
-    tiles,
-)
+from async_opd.tools.report.page import Section, folded, page, paragraphs, table, text, tiles
 from async_opd.tools.report.recorded_run import Message, RecordedRun, left_out
 from async_opd.tools.report.run_charts import (
     metric_charts,

@@ -15,8 +15,8 @@ Rules, in this order. A pool is *saturated* if it computes at least 1 - ``LOST``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from async_opd.files.lines import MetricsRow
@@ -60,36 +60,75 @@ class Verdict:
 def judge(run: RecordedRun) -> Verdict:
     """The verdict over the steps of ``steady_rows``; of kind ``unknown`` for fewer than 6."""
     rows = steady_rows(run)
-    times = pool_times(run, rows)
-    if len(rows) < MIN_STEPS or not times:
-        return Verdict(
-            "unknown",
-            f"The run has too few steps for a verdict: {len(rows)} after the warm-up.",
-            _evidence(run, rows, times) if times else (),
-            f"Let it make {MIN_STEPS} steps after the warm-up.",
-            times=times,
+    case = _Case(run, rows, pool_times(run, rows))
+    if len(rows) >= MIN_STEPS and case.times:
+        return _judged(case)
+    return Verdict(
+        "unknown",
+        f"The run has too few steps for a verdict: {len(rows)} after the warm-up.",
+        case.evidence if case.times else (),
+        f"Let it make {MIN_STEPS} steps after the warm-up.",
+        times=case.times,
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A run that is judged: its steady steps, and how its pools spent their time."""
+
+    run: RecordedRun
+    rows: Sequence[MetricsRow]
+    times: tuple[PoolTime, ...]
+
+    def mean(self, key: str) -> float:
+        """Of a metric over the steps that report it; 0 if none does."""
+        return mean(self.rows, key)
+
+    def pool(self, name: str) -> PoolTime:
+        """The times of a pool."""
+        return next(one for one in self.times if one.name == name)
+
+    @property
+    def busiest(self) -> PoolTime:
+        """The pool that computes most."""
+        return max(self.times, key=lambda pool: pool.computing)
+
+    @property
+    def places(self) -> dict[str, float]:
+        """See ``samples_by_place``."""
+        return samples_by_place(self.run, self.rows)
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """A line for each pool, and the places of samples."""
+        places = {k: v for k, v in self.places.items() if v >= 0.5}
+        in_flight = ", ".join(f"{name} {n:.0f}" for name, n in places.items())
+        return (
+            *(_shares(pool) for pool in self.times),
+            f"samples in flight: {in_flight or 'none at the ends of steps'}",
+            f"{samples_per_s(self.run, self.rows):.3g} samples/s, staleness "
+            f"{self.mean('staleness/mean'):.2f} on average",
         )
-    return _judged(run, rows, {pool.name: pool for pool in times})
+
+    def verdict(self, kind: Kind, headline: str, remedy: str, *evidence: str) -> Verdict:
+        """With this evidence before that of all pools."""
+        return Verdict(kind, headline, (*evidence, *self.evidence), remedy, times=self.times)
 
 
-def _judged(run: RecordedRun, rows: Sequence[MetricsRow], pools: dict[str, PoolTime]) -> Verdict:
-    rollout, train = pools["rollout"], pools["train"]
-    times = tuple(pools.values())
+def _judged(case: _Case) -> Verdict:
+    rollout, train, busiest = case.pool("rollout"), case.pool("train"), case.busiest
     if max(1 - rollout.in_use, 1 - train.in_use) < LOST:
-        return _healthy(run, rows, times)
-    busiest = max(times, key=lambda pool: pool.computing)
+        return _healthy(case)
     saturated = busiest.computing >= 1 - LOST
     sync = max(rollout.shares[SYNC], train.shares[SYNC])
     if sync >= LOST and (not saturated or busiest is rollout):
-        return _sync(run, rows, times)
+        return _sync(case)
     if saturated:
-        return _limits(run, rows, times, busiest)
-    places = samples_by_place(run, rows)
+        return _limits(case, busiest)
+    places = case.places
     if places["grader"] > 0 and places["grader"] == max(places.values()):
-        return _grader(run, rows, times, places)
-    if spread(rows) > EXPONENTIAL:
-        return _lengths(run, rows, times)
-    return _budget(run, rows, times)
+        return _grader(case)
+    return _lengths(case) if spread(case.rows) > EXPONENTIAL else _budget(case)
 
 
 # ── what was measured ──────────────────────────────────────────────────────────────────────────
@@ -134,22 +173,18 @@ def samples_per_s(run: RecordedRun, rows: Sequence[MetricsRow]) -> float:
 # ── one verdict each ───────────────────────────────────────────────────────────────────────────
 
 
-def _healthy(run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime, ...]) -> Verdict:
-    busiest = max(times, key=lambda pool: pool.computing)
-    return Verdict(
+def _healthy(case: _Case) -> Verdict:
+    busiest = case.busiest
+    return case.verdict(
         "healthy",
         f"The run is healthy: neither rollout nor training waits for a fifth of its time; "
         f"{display_name(busiest.name)} is used most ({busiest.computing:.0%}).",
-        _evidence(run, rows, times),
         "Nothing needs to change. More GPUs help if all pools get some.",
-        times=times,
     )
 
 
-def _limits(
-    run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime, ...], pool: PoolTime
-) -> Verdict:
-    others = [one for one in times if one is not pool and one.in_use < 1 - LOST]
+def _limits(case: _Case, pool: PoolTime) -> Verdict:
+    others = [one for one in case.times if one is not pool and one.in_use < 1 - LOST]
     # Teachers are often fast enough to wait: the pool to name is one that could do more, if any.
     main = [one for one in others if one.name in ("rollout", "train")] or others
     most = min(main, key=lambda one: one.in_use)
@@ -160,101 +195,66 @@ def _limits(
         "(train.tokens_per_micro_batch).",
     }
     teacher = pool.name.removeprefix("teacher/")
-    remedy = remedies.get(
-        pool.name, f"Give this teacher more replicas (teachers.{teacher}.replicas)."
-    )
-    return Verdict(
+    of_teacher = f"Give this teacher more replicas (teachers.{teacher}.replicas)."
+    found = case.verdict(
         "pool",
         f"{display_name(most.name).capitalize()} is starved {1 - most.in_use:.0%} of the time: "
         f"{display_name(pool.name)} limits, which computes {pool.computing:.0%} of the time.",
-        _evidence(run, rows, times),
-        remedy,
-        pool=pool.name,
-        starved=tuple(one.name for one in others),
-        times=times,
+        remedies.get(pool.name, of_teacher),
     )
+    return replace(found, pool=pool.name, starved=tuple(one.name for one in others))
 
 
-def _sync(run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime, ...]) -> Verdict:
-    by_name = {pool.name: pool for pool in times}
-    paused, held = by_name["rollout"].shares[SYNC], by_name["train"].shares[SYNC]
+def _sync(case: _Case) -> Verdict:
+    paused, held = case.pool("rollout").shares[SYNC], case.pool("train").shares[SYNC]
     seconds = {
-        key.removeprefix("sync/").removesuffix("_s"): mean(rows, key)
+        key.removeprefix("sync/").removesuffix("_s"): case.mean(key)
         for key in ("sync/pause_s", "sync/transfer_s", "sync/seconds")
     }
     parts = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if value)
-    evidence = (f"a weight sync takes: {parts}",) if parts else ()
-    return Verdict(
+    return case.verdict(
         "sync",
         f"Weight syncs are slow: rollout is paused for them {paused:.0%} of the time, and the "
         f"trainer waits for them {held:.0%}.",
-        (*evidence, *_evidence(run, rows, times)),
         "Sync less often (a larger async.sync_steps), group by group (sync.rolling: true), or over "
         "a faster network; a long pause with on_sync: finish is the longest response.",
-        times=times,
+        *([f"a weight sync takes: {parts}"] if parts else []),
     )
 
 
-def _grader(
-    run: RecordedRun,
-    rows: Sequence[MetricsRow],
-    times: tuple[PoolTime, ...],
-    places: Mapping[str, float],
-) -> Verdict:
+def _grader(case: _Case) -> Verdict:
+    places = case.places
     share = places["grader"] / sum(places.values())
-    return Verdict(
+    return case.verdict(
         "grader",
         f"The grader is slow: {share:.0%} of the samples in flight are with it, and no pool is "
         "saturated.",
-        (f"rollouts with the grader: {places['grader']:.3g}", *_evidence(run, rows, times)),
         "Give the grader more processes (grading.processes) or make it faster.",
-        times=times,
+        f"rollouts with the grader: {places['grader']:.3g}",
     )
 
 
-def _lengths(run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime, ...]) -> Verdict:
-    longest = run.config.rollout.max_tokens
-    center = mean(rows, "train/mean_response_tokens")
-    return Verdict(
+def _lengths(case: _Case) -> Verdict:
+    cut, longest = case.mean("train/truncated_share"), case.run.config.rollout.max_tokens
+    return case.verdict(
         "lengths",
         "Response lengths have a long tail: training waits for the longest responses while slots "
         "of the engines are free.",
-        (
-            f"lengths: mean {center:.4g} tokens, spread {spread(rows):.2f} times the mean, "
-            f"{mean(rows, 'train/truncated_share'):.1%} cut at {longest}",
-            *_evidence(run, rows, times),
-        ),
         "Let rollouts run further ahead (a larger async.staleness_threshold), or lower "
         "rollout.max_tokens.",
-        times=times,
+        f"lengths: mean {case.mean('train/mean_response_tokens'):.4g} tokens, spread "
+        f"{spread(case.rows):.2f} times the mean, {cut:.1%} cut at {longest}",
     )
 
 
-def _budget(run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime, ...]) -> Verdict:
-    threshold = run.config.async_.staleness_threshold
-    by_name = {pool.name: pool for pool in times}
-    return Verdict(
+def _budget(case: _Case) -> Verdict:
+    return case.verdict(
         "budget",
         "Rollout and training take turns within the staleness budget: rollout waits for it "
-        f"{by_name['rollout'].shares[PROMPTS]:.0%} of the time, and training for samples "
-        f"{by_name['train'].shares[SCORED]:.0%}.",
-        (f"async.staleness_threshold is {threshold:g}", *_evidence(run, rows, times)),
+        f"{case.pool('rollout').shares[PROMPTS]:.0%} of the time, and training for samples "
+        f"{case.pool('train').shares[SCORED]:.0%}.",
         "Raise async.staleness_threshold, if learning allows it.",
-        times=times,
-    )
-
-
-def _evidence(
-    run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime, ...]
-) -> tuple[str, ...]:
-    """A line for each pool, and the places of samples."""
-    places = {k: v for k, v in samples_by_place(run, rows).items() if v >= 0.5}
-    in_flight = ", ".join(f"{name} {n:.0f}" for name, n in places.items())
-    return (
-        *(_shares(pool) for pool in times),
-        f"samples in flight: {in_flight or 'none at the ends of steps'}",
-        f"{samples_per_s(run, rows):.3g} samples/s, staleness "
-        f"{mean(rows, 'staleness/mean'):.2f} on average",
+        f"async.staleness_threshold is {case.run.config.async_.staleness_threshold:g}",
     )
 
 

@@ -59,7 +59,7 @@ def test_a_server_is_a_teacher() -> None:
     ("teacher", "overrides", "key", "words"),
     [
         ({"kind": "endpont"}, [], "kind", "did you mean endpoint?"),
-        ({"model": "m", "replicas": 0}, [], "replicas", "greater than 0"),
+        ({"model": "m", "replicas": 0}, [], "replicas", "a number from 1 on"),
         *(
             ({"model": "m", "temperature": one}, [], "temperature", "found")
             for one in (0, -1, 1e-9, 1e9, ".inf")

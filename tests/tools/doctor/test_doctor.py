@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.cli import main
 from async_opd.core.errors import Problem
 from async_opd.processes.listening import listening_socket
 from async_opd.tools.doctor.examination import ORDER, Examination, examine
 from async_opd.tools.doctor.machine import disk, network, wandb_login
 from tests.checks.inputs import EXAMPLE, FEW, GOOD, config, rows
+from tests.world.cli import Cli
 
 NOT_ASKED = {"teachers", "engines"}
 """Topics of teachers' servers, and of ``--engines``."""
@@ -28,29 +28,22 @@ def errors(found: Examination) -> dict[str, str]:
     return {one.topic: one.found for one in found.findings if one.status == "error"}
 
 
-def test_every_topic_of_a_working_run_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(EXAMPLE), *FEW, "log.wandb=off", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_every_topic_of_a_working_run_has_a_line(cli: Cli) -> None:
+    document = json.loads(cli("doctor", EXAMPLE, *FEW, "log.wandb=off", "--json").out)
     assert {one["topic"] for one in document["findings"]} == set(ORDER) - NOT_ASKED
     faults = [one for one in document["findings"] if one["status"] != "ok"]
     assert not [one for one in faults if "torchvision" not in one["found"]]
     assert (document["works"], len(document["prompts"])) == (True, 3)
 
 
-def test_a_run_that_could_not_work_ends_with_2_and_a_remedy_for_each_error(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["doctor", str(EXAMPLE), *FEW, "student.model=/no/such"]) == 2
-    said = capsys.readouterr().out
+def test_a_run_that_could_not_work_ends_with_2_and_a_remedy_for_each_error(cli: Cli) -> None:
+    said = cli("doctor", EXAMPLE, *FEW, "student.model=/no/such", code=2).out
     assert "error   models       student.model: no such directory: /no/such\n    → check" in said
     assert "a run could not work here: 1 error," in said
 
 
-def test_a_config_that_cannot_be_loaded_still_has_its_environment(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["doctor", str(EXAMPLE), "student.modl=x"]) == 2
-    said = capsys.readouterr().out
+def test_a_config_that_cannot_be_loaded_still_has_its_environment(cli: Cli) -> None:
+    said = cli("doctor", EXAMPLE, "student.modl=x", code=2).out
     assert "error   config       student.modl: unknown key" in said
     assert "did you mean student.model?" in said
     assert "ok      environment  torch " in said

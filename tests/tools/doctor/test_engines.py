@@ -27,8 +27,10 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.tokenizer import Text
 from async_opd.tools.doctor.engines import examine_engines
 from async_opd.tools.doctor.finding import Finding
+from async_opd.tools.engines import ToolEngines
 from async_opd.weight_sync.layout import HeldRow, Reference, WeightMeta
 from tests.checks.inputs import EXAMPLE, FEW, config, model
+from tests.world.cli import Cli
 
 LIMIT = 1e-3
 HELD = HeldRow(np.array([1, 2, 3], np.int32), 2)
@@ -168,7 +170,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def found(tmp_path: Path, *overrides: str, prompts: Sequence[Prompt] = PROMPTS) -> list[Finding]:
-    work = examine_engines(config(*overrides), "cpu", (2,), prompts, tmp_path, [].append)
+    engines = ToolEngines("cpu", (2,), [].append)
+    work = examine_engines(config(*overrides), engines, prompts, tmp_path)
     return asyncio.run(work)
 
 
@@ -372,22 +375,17 @@ def test_what_was_measured_stays_when_a_later_start_fails(cluster: Cluster, tmp_
     assert lines[4].found == "teachers.sort could not be measured: 'sort'"
 
 
-def test_the_command_starts_engines_when_asked(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_starts_engines_when_asked(cluster: Cluster, cli: Cli) -> None:
     command = ["doctor", str(EXAMPLE), *FEW, "log.wandb=off"]
-    assert main([*command, "--engines"]) == 0
-    assert "ok      engines      mismatch floor" in capsys.readouterr().out
+    assert "ok      engines      mismatch floor" in cli(*command, "--engines").out
     started = len(cluster.launched)
     assert main(command) == 0
     assert len(cluster.launched) == started
 
 
-def test_engines_are_not_started_after_an_error(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", str(EXAMPLE), *FEW, "student.model=/no", "--engines"]) == 2
-    assert "engines      not started" in capsys.readouterr().out
+def test_engines_are_not_started_after_an_error(cluster: Cluster, cli: Cli) -> None:
+    printed = cli("doctor", EXAMPLE, *FEW, "student.model=/no", "--engines", code=2)
+    assert "engines      not started" in printed.out
     assert cluster.launched == []
 
 
@@ -400,7 +398,7 @@ def test_images_of_prompts_are_there_while_the_student_answers_and_is_trained(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     prompts = [with_image(PROMPTS[0]), *PROMPTS[1:]]
-    asyncio.run(examine_engines(config(), "cpu", (2,), prompts, tmp_path, [].append))
+    found(tmp_path, prompts=prompts)
     assert cluster.pools.calls == [
         "snapshot 0", "images of doctor", "update", "no images", "snapshot 1"
     ]  # fmt: skip
@@ -408,7 +406,7 @@ def test_images_of_prompts_are_there_while_the_student_answers_and_is_trained(
 
 def test_a_teacher_scores_images_of_its_own_sources_only(cluster: Cluster, tmp_path: Path) -> None:
     prompts = [with_image(one) for one in PROMPTS]
-    asyncio.run(examine_engines(config(), "cpu", (2,), prompts, tmp_path, [].append))
+    found(tmp_path, prompts=prompts)
     everything = {one.uid for one in prompts}
     assert set(cluster.shown[ITSELF]) == everything
     for name in ("sort", "reverse"):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.cli import main
 from async_opd.config.load import MAX_CONFIG_BYTES
 from async_opd.config.overrides import completions
+from tests.world.cli import Cli
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "quickstart.yaml")
 
@@ -52,11 +52,8 @@ def test_a_config_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_has_a_script_for_the_command(
-    shell: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["completion", shell]) == 0
-    assert "async_opd" in capsys.readouterr().out
+def test_every_shell_has_a_script_for_the_command(shell: str, cli: Cli) -> None:
+    assert "async_opd" in cli("completion", shell).out
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.cli import main
 from async_opd.config.keys import all_keys, default_of
 from async_opd.config.load import load_config
 from async_opd.config.yaml_text import load_yaml
 from async_opd.core.errors import ConfigError
 from async_opd.tools.first_steps.draft import SET, TUNED, Draft, completed, config_text
+from tests.world.cli import Cli
 
 STUDENT = ("--student", "models/student")
 TWO = ("--teacher", "sort=models/teacher-sort", "--teacher", "reverse=models/teacher-reverse")
@@ -32,27 +32,23 @@ def here(tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def init(*arguments: str) -> int:
-    return main(["init", *arguments])
-
-
-def test_what_init_writes_passes_check(here: Path) -> None:
+def test_what_init_writes_passes_check(here: Path, cli: Cli) -> None:
     data = ("--data", "data/train.jsonl", "--eval", "data/eval.jsonl")
-    assert init("two.yaml", *STUDENT, *TWO, *data, *SHORT) == 0
-    assert main(["check", "two.yaml"]) == 0
+    cli("init", "two.yaml", *STUDENT, *TWO, *data, *SHORT)
+    cli("check", "two.yaml")
 
 
-def test_a_key_in_place_of_the_file_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert init("train.steps=5", *STUDENT, *TWO, "--data", "data/train.jsonl") == 2
-    assert "--set train.steps=5" in capsys.readouterr().err
+def test_a_key_in_place_of_the_file_is_refused(here: Path, cli: Cli) -> None:
+    assert (
+        "--set train.steps=5"
+        in cli("init", "train.steps=5", *STUDENT, *TWO, "--data", "data/train.jsonl", code=2).err
+    )
 
 
-def test_the_file_has_what_was_given_and_paths_relative_to_itself(here: Path) -> None:
+def test_the_file_has_what_was_given_and_paths_relative_to_itself(here: Path, cli: Cli) -> None:
     (here / "configs").mkdir()
     data = ("--data", "sort=data/train.jsonl", "--data", "mirror:reverse=data/eval.jsonl")
-    assert init("configs/my-run.yaml", *STUDENT, *TWO, *data, *SHORT, "--set", "seed=7") == 0
+    cli("init", "configs/my-run.yaml", *STUDENT, *TWO, *data, *SHORT, "--set", "seed=7")
     written = load_yaml((here / "configs" / "my-run.yaml").read_text())
     assert written["name"] == "my-run"
     assert written["seed"] == 7
@@ -68,43 +64,31 @@ def test_the_file_has_what_was_given_and_paths_relative_to_itself(here: Path) ->
     ]
 
 
-def test_a_config_with_problems_is_not_written(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_with_problems_is_not_written(here: Path, cli: Cli) -> None:
     lacking = ("--teacher", "models/missing", "--data", "data/none.jsonl")
-    assert init("one.yaml", *STUDENT, *lacking) == 2
-    said = capsys.readouterr().err
+    said = cli("init", "one.yaml", *STUDENT, *lacking, code=2).err
     assert "one.yaml: teachers.teacher.model: no such directory" in said
     assert "data/none.jsonl: data.train: does not exist" in said
     assert not (here / "one.yaml").exists()
 
 
-def test_an_existing_file_is_replaced_by_force_only(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_file_is_replaced_by_force_only(here: Path, cli: Cli) -> None:
     (here / "two.yaml").write_text("mine")
     given = ("two.yaml", *STUDENT, *TWO, "--data", "data/train.jsonl", *SHORT)
-    assert init(*given) == 2
-    assert "add --force" in capsys.readouterr().err
+    assert "add --force" in cli("init", *given, code=2).err
     assert (here / "two.yaml").read_text() == "mine"
-    assert init(*given, "--force") == 0
+    cli("init", *given, "--force")
 
 
 def test_without_a_terminal_nothing_is_asked_and_all_missing_arguments_are_reported(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, cli: Cli
 ) -> None:
-    assert init() == 2
-    said = capsys.readouterr().err
-    assert [f"--{flag}: is missing" in said for flag in ("student", "teacher", "data")] == [
-        True
-    ] * 3
+    said = cli("init", code=2).err
+    assert all(f"--{flag}: is missing" in said for flag in ("student", "teacher", "data"))
 
 
-def test_a_directory_that_is_missing_is_reported(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert init("no/such.yaml") == 2
-    assert "mkdir -p no" in capsys.readouterr().err
+def test_a_directory_that_is_missing_is_reported(here: Path, cli: Cli) -> None:
+    assert "mkdir -p no" in cli("init", "no/such.yaml", code=2).err
 
 
 def test_what_is_missing_is_asked_until_an_empty_line() -> None:
@@ -188,7 +172,7 @@ def test_the_keys_of_a_first_config_are_keys_with_a_default() -> None:
 
 
 def test_on_a_terminal_what_is_missing_is_asked(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     lists = {"Teacher": ["sort=models/teacher-sort"], "Training": ["data/train.jsonl"]}
     answers = {"Student": ["models/student"]} | lists
@@ -202,14 +186,14 @@ def test_on_a_terminal_what_is_missing_is_asked(
     monkeypatch.setattr("rich.prompt.Prompt.ask", ask)
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert init(*SHORT) == 0
+    cli("init", *SHORT)
     written = load_yaml((here / "config.yaml").read_text())
     assert written["teachers"] == {"sort": {"model": "models/teacher-sort"}}
-    assert main(["check", "config.yaml"]) == 0
+    cli("check", "config.yaml")
 
 
 def test_answers_that_lack_a_key_are_a_command_to_which_the_remedies_add(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     (here / "mine.jsonl").write_text('{"question": "sort 21="}\n')
     answers = {"Student": ["models/student"], "Teacher": ["models/teacher-sort"]}
@@ -222,8 +206,7 @@ def test_answers_that_lack_a_key_are_a_command_to_which_the_remedies_add(
     monkeypatch.setattr("rich.prompt.Prompt.ask", ask)
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
-    assert init(*SHORT) == 2
-    said = capsys.readouterr().err
+    said = cli("init", *SHORT, code=2).err
     assert "add --set data.prompt=question" in said
     assert "(--data NAME=PATH)" in said
     command = said.partition("async_opd init ")[2].split()
@@ -232,4 +215,4 @@ def test_answers_that_lack_a_key_are_a_command_to_which_the_remedies_add(
         *("--data=mine.jsonl", "--set=rollout.max_tokens=8"),
     ]
     repaired = [one.replace("--data=", "--data=sort=") for one in command]
-    assert init(*repaired, "--set", "data.prompt=question") == 0
+    cli("init", *repaired, "--set", "data.prompt=question")

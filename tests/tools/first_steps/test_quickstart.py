@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from async_opd import cli
-from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.tools.first_steps.command import CONFIG, INPUTS, copy_to
+from tests.world.cli import Cli
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "quickstart.yaml"
@@ -139,13 +139,12 @@ def test_a_dry_run_refuses_the_directories_that_a_run_refuses(
     options: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "lacking" / "quickstart").mkdir(parents=True)
-    assert main(["quickstart", folder, *options]) == 2
-    assert cause in capsys.readouterr().err
+    assert cause in cli("quickstart", folder, *options, code=2).err
 
 
 def test_a_copy_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
@@ -155,9 +154,8 @@ def test_a_copy_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_of_the_quickstart_checks_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["quickstart", "new", "--dry-run", "--set", "train.steps=7"]) == 0
-    assert "steps: 7\n" in capsys.readouterr().out
+    assert "steps: 7\n" in cli("quickstart", "new", "--dry-run", "--set", "train.steps=7").out
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import pytest
 
 from async_opd.cli import main
 from async_opd.tools.importing.command import NAMES, imported
+from tests.world.cli import Cli
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VERL = """\
@@ -33,19 +34,16 @@ def lines_of(text: str) -> str:
     return " ".join(line.lstrip("# ") for line in text.splitlines())
 
 
-def test_the_config_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", str(FIXTURES / "trl_gold.sh")]) == 2
-    assert "student: {model: meta-llama/Llama-3.2-1B-Instruct}" in capsys.readouterr().out
+def test_the_config_goes_to_standard_output(cli: Cli) -> None:
+    printed = cli("import", FIXTURES / "trl_gold.sh", code=2)
+    assert "student: {model: meta-llama/Llama-3.2-1B-Instruct}" in printed.out
 
 
-def test_an_existing_file_is_kept_unless_forced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path, cli: Cli) -> None:
     target = tmp_path / "config.yaml"
     target.write_text("mine")
     given = ["import", str(FIXTURES / "trl_gold.sh"), "--output", str(target)]
-    assert main(given) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in cli(*given, code=2).err
     assert target.read_text() == "mine"
     assert main([*given, "--force"]) == 2
     assert "Llama" in target.read_text()
@@ -62,27 +60,22 @@ def test_an_existing_file_is_kept_unless_forced(
     ],
 )
 def test_a_file_that_is_none_of_theirs_is_refused(
-    name: str, text: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str, cause: str, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / name).write_text(text)
-    assert main(["import", str(tmp_path / name)]) == 2
-    assert cause in capsys.readouterr().err
+    assert cause in cli("import", tmp_path / name, code=2).err
 
 
-def test_a_binary_file_is_answered_with_the_kinds_of_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_binary_file_is_answered_with_the_kinds_of_files(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "a.sh").write_bytes(b"\xff\xfe\x00")
-    assert main(["import", str(tmp_path / "a.sh")]) == 2
-    assert "this one is not text" in capsys.readouterr().err
+    assert "this one is not text" in cli("import", tmp_path / "a.sh", code=2).err
 
 
 def test_a_result_that_does_not_pass_is_written_and_ends_with_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "bad.yaml").write_text(VERL + "data: {max_response_length: -1}")
-    assert main(["import", str(tmp_path / "bad.yaml")]) == 2
-    shown = capsys.readouterr()
+    shown = cli("import", tmp_path / "bad.yaml", code=2)
     assert "max_tokens: -1" in shown.out
     assert "rollout.max_tokens" in shown.err
 
@@ -163,12 +156,11 @@ GKDTrainer(
 
 @pytest.mark.parametrize("trainer", ["GKD", "Distillation"])
 def test_a_script_whose_settings_come_from_its_command_line_is_answered_with_the_command(
-    trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainer: str, tmp_path: Path, cli: Cli
 ) -> None:
     """TRL's examples/scripts/gkd.py and distillation.py have this form."""
     (tmp_path / "a.py").write_text(NO_SETTINGS.replace("GKD", trainer))
-    assert main(["import", str(tmp_path / "a.py")]) == 2
-    shown = capsys.readouterr()
+    shown = cli("import", tmp_path / "a.py", code=2)
     assert shown.out == ""
     assert "its trainer takes args=training_args" in shown.err
     assert "into a .sh file" in shown.err
@@ -193,11 +185,10 @@ SLIME = (
 
 @pytest.mark.parametrize("text", [OPSD, SWIFT, SLIME])
 def test_an_unknown_framework_is_answered_with_the_known_ones(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "run.sh").write_text(text)
-    assert main(["import", str(tmp_path / "run.sh")]) == 2
-    shown = capsys.readouterr().err
+    shown = cli("import", tmp_path / "run.sh", code=2).err
     assert "sets no key of a framework that is known here" in shown
     assert f"--from: {', '.join(NAMES)}" in " ".join(shown.split())
 
@@ -215,15 +206,14 @@ def test_flags_that_are_those_of_trl_are_read_if_the_framework_is_named(tmp_path
 
 
 def test_placeholders_are_listed_as_problems_once_the_config_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "run.py").write_text(
         "settings = GKDConfig(lmbda=1.0, learning_rate=rate())\n"
         "GKDTrainer(model='s', teacher_model=load(), args=settings)"
     )
     target = tmp_path / "config.yaml"
-    assert main(["import", str(tmp_path / "run.py"), "--output", str(target)]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
+    shown = " ".join(cli("import", tmp_path / "run.py", "--output", target, code=2).err.split())
     assert "train.lr: learning_rate could not be read: its value is computed: rate()" in shown
     assert "teachers.teacher.model: teacher_model_name_or_path could not be read" in shown
     assert "write the run's value, in place of the placeholder if the config has one" in shown
@@ -240,12 +230,11 @@ def test_placeholders_are_listed_as_problems_once_the_config_is_written(
     ],
 )
 def test_a_recipe_that_is_another_one_is_named_and_ends_with_exit_code_2(
-    flags: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, named: str, tmp_path: Path, cli: Cli
 ) -> None:
     command = f"gold.py --model_name_or_path s --teacher_model_name_or_path t {flags}"
     (tmp_path / "run.sh").write_text(command)
-    assert main(["import", str(tmp_path / "run.sh")]) == 2
-    shown = capsys.readouterr()
+    shown = cli("import", tmp_path / "run.sh", code=2)
     assert named in " ".join(shown.err.split())
     assert "# Another recipe:" in shown.out
 

@@ -174,10 +174,7 @@ def test_overrides_of_whole_sections_are_those_of_their_keys_and_removed_keys_ar
         ),
         pytest.param(
             "model = model\nGKDTrainer(model, 'teacher')",
-            {
-                "model_name_or_path": Expression("model"),
-                "teacher_model_name_or_path": "teacher",
-            },
+            {"model_name_or_path": Expression("model"), "teacher_model_name_or_path": "teacher"},
             id="models by position",
         ),
         pytest.param(

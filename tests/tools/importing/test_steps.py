@@ -130,8 +130,7 @@ def test_a_value_that_has_no_counterpart_is_a_placeholder(
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
-    [("trl", "lmbda"), ("trl", "use_uld_loss"), ("verl", "distillation.enabled")],
+    ("name", "key"), [("trl", "lmbda"), ("trl", "use_uld_loss"), ("verl", "distillation.enabled")]
 )
 def test_a_value_that_decides_on_the_recipe_and_is_not_known_is_to_be_filled_in(
     name: str, key: str

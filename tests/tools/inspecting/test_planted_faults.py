@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.cli import main
 from async_opd.config.load import dump_config
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
@@ -21,6 +20,7 @@ from async_opd.files.run_format import write_run_format
 from tests.checks.inputs import config
 from tests.trainer.models import VOCABULARY, tiny_model
 from tests.trainer.test_recorder import learner_of
+from tests.world.cli import Cli
 
 DOC = (Path(__file__).parents[3] / "docs" / "microscope.md").read_text()
 TEMPLATE = "You are a poet. {prompt}"
@@ -86,12 +86,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def inspect(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> list[str]:
+def inspect(cli: Cli, folder: Path, *arguments: str) -> list[str]:
     """The lines of a command; those of the documented paths are in the document."""
     if not arguments or arguments[0] == "--worst":
         assert f"`async_opd inspect RUN_DIR{''.join(f' {one}' for one in arguments)}`" in DOC
-    assert main(["inspect", str(folder), *arguments]) == 0
-    return capsys.readouterr().out.splitlines()
+    return cli("inspect", folder, *arguments).out.splitlines()
 
 
 def cells(lines: list[str]) -> list[list[str]]:
@@ -104,8 +103,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
 
 
-def test_a_clamped_token_is_found(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = inspect(capsys, run_dir, "--worst", "gap")
+def test_a_clamped_token_is_found(run_dir: Path, cli: Cli) -> None:
+    lines = inspect(cli, run_dir, "--worst", "gap")
     first, *others = cells(lines)[:8]
     assert (first[0], first[7].split()[0], first[10]) == (CLAMPED, "3", "clamped")
     assert not [row for row in others if row[10]]
@@ -115,8 +114,8 @@ def test_a_clamped_token_is_found(run_dir: Path, capsys: pytest.CaptureFixture[s
     assert "status   trained in step 1" in lines
 
 
-def test_a_stale_sample_is_found(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = inspect(capsys, run_dir, "--worst", "stale")
+def test_a_stale_sample_is_found(run_dir: Path, cli: Cli) -> None:
+    lines = inspect(cli, run_dir, "--worst", "stale")
     first, *others = cells(lines)[:8]
     assert (first[0], first[4]) == (STALE, "6")
     assert {row[4] for row in others} == {"0"}
@@ -124,10 +123,8 @@ def test_a_stale_sample_is_found(run_dir: Path, capsys: pytest.CaptureFixture[st
     assert {row[2] for row in cells(lines)[8:]} == {"0"}
 
 
-def test_a_teacher_with_the_wrong_template_is_found(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = inspect(capsys, run_dir)
+def test_a_teacher_with_the_wrong_template_is_found(run_dir: Path, cli: Cli) -> None:
+    lines = inspect(cli, run_dir)
     reverse, sort = cells(lines)
     assert (reverse[0], sort[0]) == ("reverse", "sort")
     assert abs(float(sort[5])) < 1e-3
@@ -136,10 +133,8 @@ def test_a_teacher_with_the_wrong_template_is_found(
     assert any(line.startswith("teacher sort") and "the student's prompt" in line for line in lines)
 
 
-def test_the_summands_of_a_step_are_its_loss(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    *_, last = inspect(capsys, run_dir, "--step", "1")
+def test_the_summands_of_a_step_are_its_loss(run_dir: Path, cli: Cli) -> None:
+    *_, last = inspect(cli, run_dir, "--step", "1")
     found = re.fullmatch(r"their summands .*: (\S+); loss/total of the step: (\S+)", last)
     assert found
     assert float(found[1]) == pytest.approx(float(found[2]), rel=1e-4)
@@ -155,23 +150,21 @@ def test_the_summands_of_a_step_are_its_loss(
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is_near(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    run_dir: Path, cli: Cli, arguments: list[str], said: str
 ) -> None:
-    assert main(["inspect", str(run_dir), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said in cli("inspect", run_dir, *arguments, code=2).err
 
 
 def test_a_run_without_records_says_how_to_have_some(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, cli: Cli
 ) -> None:
     for name in ("run.json", "config.yaml", "metrics.jsonl"):
         (tmp_path / name).write_text((run_dir / name).read_text())
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert "set log.microscope.share" in capsys.readouterr().err
+    assert "set log.microscope.share" in cli("inspect", tmp_path, code=2).err
 
 
 def test_control_characters_of_a_sample_do_not_reach_the_terminal(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, cli: Cli
 ) -> None:
     from async_opd.microscope import MICROSCOPE, RecordWriter, records
 
@@ -181,5 +174,4 @@ def test_control_characters_of_a_sample_do_not_reach_the_terminal(
     hostile = dict.fromkeys(one.texts, "\x1b]0;x\x07")
     written = [replace(one, texts=hostile, prompt="\x1b[2J")]
     RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20).write(1, written)
-    assert main(["inspect", str(tmp_path), one.uid]) == 0
-    assert "\x07" not in capsys.readouterr().out
+    assert "\x07" not in cli("inspect", tmp_path, one.uid).out

@@ -11,6 +11,7 @@ import pytest
 from async_opd.cli import main
 from async_opd.microscope import records
 from tests.tools.report.pages import write_full_run
+from tests.world.cli import Cli
 
 EPISODE, SINGLE = "0:2#0/0", "0:1#0/0"
 
@@ -26,20 +27,18 @@ def texts(folder: Path, start: int, end: int) -> str:
 
 
 def test_each_turn_has_its_number_segment_and_context(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    assert main(["inspect", str(folder), EPISODE]) == 0
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.rstrip() for line in cli("inspect", folder, EPISODE).out.splitlines()]
     first = lines.index("turn 1, segment 0:")
     assert lines[first + 1] == f"response {texts(folder, 0, 10)}".rstrip()
     assert lines[first + 2].startswith("turn 2, segment 1: the grader raised")
     assert lines[first + 3] == f"response {texts(folder, 10, 24)}".rstrip()
 
 
-def test_a_single_turn_has_no_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(folder), SINGLE]) == 0
-    assert "turn 1" not in capsys.readouterr().out
+def test_a_single_turn_has_no_number(folder: Path, cli: Cli) -> None:
+    assert "turn 1" not in cli("inspect", folder, SINGLE).out
 
 
 def test_the_report_has_the_turns_between_their_tokens(folder: Path) -> None:

@@ -38,10 +38,7 @@ CASES = {
     "groups of four": replace(BALANCED, rollout=replace(BALANCED.rollout, n=4)),
     "two teachers": replace(
         BALANCED,
-        teachers=(
-            teacher("a", 1, 8, 0.05, 2000.0, 0.5),
-            teacher("b", 1, 8, 0.02, 3000.0, 0.5),
-        ),
+        teachers=(teacher("a", 1, 8, 0.05, 2000.0, 0.5), teacher("b", 1, 8, 0.02, 3000.0, 0.5)),
     ),
     "slow trainer": replace(BALANCED, train=BALANCED.train.model_copy(update={"overhead_s": 1.0})),
     "narrow queue": replace(BALANCED, queue_samples=32),

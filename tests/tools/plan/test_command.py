@@ -13,6 +13,7 @@ import pytest
 from async_opd.cli import main
 from async_opd.config.yaml_text import dump_yaml
 from tests.tools.plan.runs import CONFIG, write_run
+from tests.world.cli import Cli
 
 pytestmark = pytest.mark.slow  # each simulates several runs
 
@@ -52,10 +53,9 @@ def planned(file: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return document
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(cli: Cli, *arguments: str) -> str:
     """The error text of a plan of bad input."""
-    assert main(["plan", *arguments]) == 2
-    return capsys.readouterr().err
+    return cli("plan", *arguments, code=2).err
 
 
 def test_the_quickstart_has_speeds(tmp_path: Path) -> None:
@@ -65,12 +65,34 @@ def test_the_quickstart_has_speeds(tmp_path: Path) -> None:
 
 
 def test_a_plan_without_the_extra_report_has_no_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "altair", None)
-    assert main(["plan", write_config(tmp_path, SPEEDS), "--out", str(tmp_path / "out")]) == 0
-    assert 'not drawn: it needs altair → pip install "async-opd[report]"' in capsys.readouterr().out
+    printed = cli("plan", write_config(tmp_path, SPEEDS), "--out", tmp_path / "out")
+    assert 'not drawn: it needs altair → pip install "async-opd[report]"' in printed.out
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_has_the_traffic_of_a_mean_sample_and_the_gpus_at_which_a_process_binds(
+    tmp_path: Path,
+) -> None:
+    document = planned(write_config(tmp_path, SPEEDS), tmp_path)
+    traffic, rate = document["traffic"], document["prediction"]["samples_per_s"]
+    moved = {f"{one['source']} → {one['target']}": one["nbytes"] for one in traffic["arrows"]}
+    assert moved["queue → ranks"] > moved["queue → scorer"] > moved["driver → queue"] > 0
+    first = next(iter(traffic["limits"]))
+    assert first in ("queue", "scorer")
+    assert traffic["gpus"][first] == pytest.approx(3 * traffic["limits"][first] / rate)
+
+
+def test_hidden_states_of_a_model_that_is_not_here_have_no_known_traffic(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = {"kind": "forward_kl", "support": "full_vocab"}
+    file = write_config(tmp_path, SPEEDS, loss=loss)
+    assert planned(file, tmp_path)["traffic"] is None
+    assert main(["plan", file, "--out", str(tmp_path / "out")]) == 0
+    assert "traffic     unknown" in capsys.readouterr().out
 
 
 def test_more_gpus_go_to_the_pool_that_is_the_limit(tmp_path: Path) -> None:
@@ -109,13 +131,13 @@ def test_flags_and_overrides_change_what_is_planned(tmp_path: Path) -> None:
 
 
 def test_a_run_is_compared_with_what_it_measured_unless_overrides_change_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: Cli
 ) -> None:
     directory = write_run(tmp_path / "run")
-    assert main(["plan", str(directory)]) == 0
-    shown = capsys.readouterr().out
+    shown = cli("plan", directory).out
     assert "\nplan:\n  prompt_tokens: 20.0\n" in shown
     assert "teacher/a" in shown
+    assert "traffic of a mean sample" in shown
     assert (directory / "plan.svg").exists()
     assert planned(str(directory), tmp_path)["measured"]["samples_per_s"] == 32.0
     assert planned(str(directory), tmp_path, "rollout.replicas=2")["measured"] is None
@@ -149,15 +171,11 @@ TURNS = ["teachers.a.placement=colocated", "teachers.a.with=rollout"]
     ids=["no speeds", "all problems at once", "a speed of nothing", "too few GPUs", "turns"],
 )
 def test_what_cannot_be_planned_is_refused_with_the_reason(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    plan: dict[str, Any] | None,
-    arguments: list[str],
-    words: list[str],
+    tmp_path: Path, cli: Cli, plan: dict[str, Any] | None, arguments: list[str], words: list[str]
 ) -> None:
-    text = refused(capsys, write_config(tmp_path, plan), *arguments)
+    text = refused(cli, write_config(tmp_path, plan), *arguments)
     assert [one for one in words if one not in text] == []
 
 
-def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no-such.yaml does not exist" in refused(capsys, "no-such.yaml")
+def test_a_missing_file_is_refused(cli: pytest.CaptureFixture[str]) -> None:
+    assert "no-such.yaml does not exist" in refused(cli, "no-such.yaml")

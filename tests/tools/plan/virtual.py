@@ -218,11 +218,7 @@ def config_of(setting: Setting, changes: Mapping[str, Any]) -> RunConfig:
             "concurrency": pool.slots,
             "engine": {"max_num_seqs": pool.slots},
         },
-        "train": {
-            "steps": setting.steps,
-            "batch_size": setting.batch_size,
-            "ranks": setting.ranks,
-        },
+        "train": {"steps": setting.steps, "batch_size": setting.batch_size, "ranks": setting.ranks},
         "async": {
             "staleness_threshold": setting.staleness_threshold,
             "sync_steps": setting.sync_steps,

@@ -29,6 +29,7 @@ from async_opd.models.tokenizer import Text
 from async_opd.tools.probe import engines
 from tests.checks.inputs import EXAMPLE, FEW, model
 from tests.tools.doctor.test_templates import PLAIN, with_template
+from tests.world.cli import Cli
 
 COMMAND = ["probe", str(EXAMPLE), *FEW]
 
@@ -117,34 +118,28 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-def documents(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
-    assert main([*COMMAND, *arguments, "--json"]) == 0
-    return {one["source"]: one for one in json.loads(capsys.readouterr().out)["pairs"]}
+def documents(cli: Cli, *arguments: str) -> dict[str, dict[str, Any]]:
+    return {
+        one["source"]: one for one in json.loads(cli(*COMMAND, *arguments, "--json").out)["pairs"]
+    }
 
 
-def test_engines_are_started_one_after_the_other(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = documents(capsys)
+def test_engines_are_started_one_after_the_other(cluster: Cluster, cli: Cli) -> None:
+    found = documents(cli)
     assert cluster.launched == ["rollout engine", ITSELF, "reverse", "sort"]
     assert sorted(found) == ["reverse", "sort"]
 
 
-def test_a_source_has_the_accuracy_of_both_models(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = documents(capsys)["sort"]
+def test_a_source_has_the_accuracy_of_both_models(cluster: Cluster, cli: Cli) -> None:
+    found = documents(cli)["sort"]
     assert found["student_accuracy"]["mean"] == 0
     assert found["teacher_accuracy"]["mean"] == 1
     assert found["verdict"]["kind"] == "will_teach"
     assert found["verdict"]["score"] == pytest.approx(1)
 
 
-def test_the_text_names_verdict_figures_and_suggestion(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(COMMAND) == 0
-    printed = capsys.readouterr().out
+def test_the_text_names_verdict_figures_and_suggestion(cluster: Cluster, cli: Cli) -> None:
+    printed = cli(*COMMAND).out
     assert "sort, teacher sort: will teach: the teacher is better (+100.0% ± 0.0%)" in printed
     assert "accuracy     student 0.0% ± 0.0%, teacher 100.0% ± 0.0%" in printed
     assert "the teacher's log-probability is -1.00 nats of their first token" in printed
@@ -152,19 +147,17 @@ def test_the_text_names_verdict_figures_and_suggestion(
 
 
 def test_what_the_teachers_own_template_changes_is_shown(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cluster: Cluster, cli: Cli, tmp_path: Path
 ) -> None:
     student = with_template(tmp_path, "student", PLAIN)
     teacher = with_template(tmp_path, "teacher-sort", "x" + PLAIN)
     paths = [f"student.model={student}", f"teachers.sort.model={teacher}"]
-    assert main([*COMMAND, *paths]) == 0
-    assert "own template changes the teacher's accuracy by +0.0% ± 0.0%" in capsys.readouterr().out
+    printed = cli(*COMMAND, *paths)
+    assert "own template changes the teacher's accuracy by +0.0% ± 0.0%" in printed.out
 
 
-def test_every_engine_scores_the_same_top_k_on_its_own_devices(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents(capsys, "loss={kind: k1}")
+def test_every_engine_scores_the_same_top_k_on_its_own_devices(cluster: Cluster, cli: Cli) -> None:
+    documents(cli, "loss={kind: k1}")
     for config in cluster.configs[1:]:
         assert (config.loss.kind, getattr(config.loss, "top_k", 0)) == ("forward_kl", 64)
         assert len(config.teachers) == 1
@@ -176,11 +169,7 @@ SERVED = "teachers.sort={kind: endpoint, urls: ['http://127.0.0.1:9'], served_mo
 
 @pytest.mark.parametrize(("loss", "k"), [("{kind: jsd, top_k: 8}", 8), ("{kind: k1}", 20)])
 def test_a_server_is_asked_for_no_more_tokens_than_the_run_or_its_default(
-    cluster: Cluster,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    loss: str,
-    k: int,
+    cluster: Cluster, cli: Cli, monkeypatch: pytest.MonkeyPatch, loss: str, k: int
 ) -> None:
     checked: list[RunConfig] = []
 
@@ -189,22 +178,19 @@ def test_a_server_is_asked_for_no_more_tokens_than_the_run_or_its_default(
         return []
 
     monkeypatch.setattr(engines, "check_endpoints", nothing_wrong)
-    documents(capsys, SERVED, f"loss={loss}")
+    documents(cli, SERVED, f"loss={loss}")
     assert {getattr(one.loss, "top_k", 0) for one in (*checked, *cluster.configs[1:])} == {k}
 
 
 def test_a_server_that_does_not_answer_is_a_problem_before_any_start(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, cli: Cli
 ) -> None:
-    assert main([*COMMAND, SERVED, "teachers.sort.health.timeout_s=5"]) == 2
-    assert "teachers.sort" in capsys.readouterr().err
+    assert "teachers.sort" in cli(*COMMAND, SERVED, "teachers.sort.health.timeout_s=5", code=2).err
     assert cluster.launched == []
 
 
-def test_at_most_so_many_prompts_of_each_source_are_asked(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert {one["prompts"] for one in documents(capsys, "--prompts", "1").values()} == {1}
+def test_at_most_so_many_prompts_of_each_source_are_asked(cluster: Cluster, cli: Cli) -> None:
+    assert {one["prompts"] for one in documents(cli, "--prompts", "1").values()} == {1}
 
 
 def without_answers(tmp_path: Path) -> str:
@@ -215,20 +201,19 @@ def without_answers(tmp_path: Path) -> str:
 
 
 def test_without_answers_in_the_data_nobody_is_graded_and_the_words_say_so(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cluster: Cluster, cli: Cli, tmp_path: Path
 ) -> None:
     data = without_answers(tmp_path)
-    found = documents(capsys, data, "data.eval=[]")["sort"]
+    found = documents(cli, data, "data.eval=[]")["sort"]
     assert found["headroom"] is None
     assert found["verdict"]["score"] is None
-    assert main([*COMMAND, data, "data.eval=[]"]) == 0
-    assert "unknown (no grader)" in capsys.readouterr().out
+    assert "unknown (no grader)" in cli(*COMMAND, data, "data.eval=[]").out
 
 
 def test_evaluation_prompts_are_asked_where_only_they_have_answers(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    cluster: Cluster, cli: Cli, tmp_path: Path
 ) -> None:
-    found = documents(capsys, without_answers(tmp_path))["sort"]
+    found = documents(cli, without_answers(tmp_path))["sort"]
     assert found["teacher_accuracy"]["mean"] == 1
 
 
@@ -236,10 +221,10 @@ QUANTIZED = "teachers.sort.engine.quantization=fp8_per_channel"
 
 
 def test_a_quantized_teacher_is_asked_again_with_the_weights_of_its_files(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, cli: Cli
 ) -> None:
     cluster.rounded = 0.89
-    found = documents(capsys, QUANTIZED)
+    found = documents(cli, QUANTIZED)
     assert cluster.launched == ["rollout engine", ITSELF, "reverse", "sort", "sort"]
     assert found["reverse"]["precision"] is None
     p, low, q = (np.array([first, 1 - first]) for first in (0.9, 0.89, 0.6))
@@ -248,18 +233,17 @@ def test_a_quantized_teacher_is_asked_again_with_the_weights_of_its_files(
 
 
 def test_a_quantized_teacher_with_a_large_bias_is_refused_after_its_figures(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, cli: Cli
 ) -> None:
     cluster.rounded = 0.6
-    assert main([*COMMAND, QUANTIZED]) == 2
-    printed = capsys.readouterr()
+    printed = cli(*COMMAND, QUANTIZED, code=2)
     assert "precision    its precision has a bias of 0.23 nats a token: 100.0%" in printed.out
     assert "teachers.sort.max_bias" in printed.err
     assert main([*COMMAND, QUANTIZED, "teachers.sort.max_bias=1.01"]) == 0
 
 
 def test_a_reference_that_does_not_start_leaves_the_other_figures(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = cluster.teacher
 
@@ -269,50 +253,42 @@ def test_a_reference_that_does_not_start_leaves_the_other_figures(
         return started(config, name, **given)
 
     monkeypatch.setattr(launch, "launch_teacher", too_large)
-    assert main([*COMMAND, QUANTIZED]) == 0
-    printed = capsys.readouterr()
+    printed = cli(*COMMAND, QUANTIZED)
     assert "sort, teacher sort: will teach" in printed.out
     assert "the bias of its precision was not measured: teachers.sort: out of memory" in printed.err
 
 
 def test_the_student_scores_its_own_prompt_and_the_teacher_the_teachers(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, cli: Cli
 ) -> None:
-    documents(capsys, QUANTIZED, "teachers.sort.prompt_template='{prompt} 12'")
+    documents(cli, QUANTIZED, "teachers.sort.prompt_template='{prompt} 12'")
     assert {cluster.text.decode(ids)[-3:] for ids in cluster.read["sort"]} == {" 12"}
     assert {cluster.text.decode(ids)[-3:] for ids in cluster.read[ITSELF]}.isdisjoint({" 12"})
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_the_bias_of_files_that_are_quantized_is_printed_as_unknown(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path, cache: str
+    cluster: Cluster, cli: Cli, tmp_path: Path, cache: str
 ) -> None:
     own = model(tmp_path, "teacher-sort", quantization_config={"quant_method": "awq"})
     asked = [f"teachers.sort.model={own}", f"teachers.sort.engine.kv_cache_dtype={cache}"]
-    main([*COMMAND, *asked])
-    printed = capsys.readouterr().err
+    printed = cli(*COMMAND, *asked).err
     assert "teachers.sort: the bias of its precision is unknown: its files are quantized" in printed
 
 
 def test_an_engine_that_does_not_start_is_a_failure_with_its_remedy(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, cli: Cli
 ) -> None:
     cluster.fails = "sort"
-    assert main(COMMAND) == 1
-    assert "out of memory" in capsys.readouterr().err
+    assert "out of memory" in cli(*COMMAND, code=1).err
 
 
-def test_a_student_that_dies_ends_the_probe(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_student_that_dies_ends_the_probe(cluster: Cluster, cli: Cli) -> None:
     cluster.fails = "student"
-    assert main(COMMAND) == 1
-    assert "its process died" in capsys.readouterr().err
+    assert "its process died" in cli(*COMMAND, code=1).err
 
 
-def test_no_engine_is_started_for_a_wrong_config(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*COMMAND, "student.model=/no"]) == 2
-    assert main([*COMMAND, "--prompts", "0"]) == 2
+def test_no_engine_is_started_for_a_wrong_config(cluster: Cluster, cli: Cli) -> None:
+    cli(*COMMAND, "student.model=/no", code=2)
+    cli(*COMMAND, "--prompts", "0", code=2)
     assert cluster.launched == []

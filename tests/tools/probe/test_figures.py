@@ -73,10 +73,7 @@ def test_bias_is_the_gap_of_right_responses_alone() -> None:
 
 
 def test_the_template_adds_accuracy_and_likelihood_of_the_students_right_responses() -> None:
-    responses = [
-        response(FLAT, SHARP, 1.0, other=SHARP),
-        response(FLAT, SHARP, 0.0, other=FLAT),
-    ]
+    responses = [response(FLAT, SHARP, 1.0, other=SHARP), response(FLAT, SHARP, 0.0, other=FLAT)]
     grades = np.array([1.0, 1.0])
     found = figures_of(measured(responses, [0, 0], [0, 0], other_grades=grades)).template
     assert found is not None

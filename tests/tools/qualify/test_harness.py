@@ -17,6 +17,7 @@ import pytest
 from async_opd.cli import main
 from async_opd.tools.qualify import command, harness, rows
 from async_opd.tools.qualify.rows import Bound, GpuRow
+from tests.world.cli import Cli
 
 HERE: dict[str, Any] = {
     "gpus": 0,
@@ -253,10 +254,9 @@ def test_rows_for_which_there_is_no_time_are_left_for_the_next_call(
     ],
 )
 def test_bad_arguments_are_refused_with_exit_code_2(
-    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], says: str, tmp_path: Path, cli: Cli
 ) -> None:
-    assert main(["qualify", "--out", str(tmp_path / "report.json"), *words]) == 2
-    assert says in capsys.readouterr().err
+    assert says in cli("qualify", "--out", tmp_path / "report.json", *words, code=2).err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,23 +271,17 @@ def test_bad_arguments_are_refused_with_exit_code_2(
     ],
 )
 def test_a_file_that_is_not_a_report_of_this_machine_is_refused(
-    content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, says: str, tmp_path: Path, cli: Cli
 ) -> None:
     (tmp_path / "report.json").write_text(content)
-    assert main(["qualify", "--out", str(tmp_path / "report.json")]) == 2
-    assert says in capsys.readouterr().err
+    assert says in cli("qualify", "--out", tmp_path / "report.json", code=2).err
     assert (tmp_path / "report.json").read_text() == content
 
 
-def test_a_folder_in_place_of_the_report_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["qualify", "--out", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+def test_a_folder_in_place_of_the_report_is_refused(tmp_path: Path, cli: Cli) -> None:
+    assert "cannot be read" in cli("qualify", "--out", tmp_path, code=2).err
 
 
-def test_a_folder_that_does_not_exist_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["qualify", "--out", str(tmp_path / "no" / "report.json")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, cli: Cli) -> None:
+    printed = cli("qualify", "--out", tmp_path / "no" / "report.json", code=2)
+    assert "cannot be written" in printed.err

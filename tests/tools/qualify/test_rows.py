@@ -10,6 +10,7 @@ import pytest
 
 from async_opd.checks import gpu_memory, resources
 from async_opd.config.load import load_config
+from async_opd.config.precision import SCHEMES
 from async_opd.memory import pools
 from async_opd.tools.qualify import tables
 from async_opd.tools.qualify.rows import ROWS, Bound, Cell
@@ -19,7 +20,7 @@ STATUS = (ROOT / "docs" / "status.md").read_text()
 
 
 NOT_YET = (
-    ": Gemma 3, the memory that images take (no row of `qualify` yet)",
+    ": Gemma 3, the memory of images in engines (no row of `qualify` yet)",
     ": a worker that fails on a GPU (no row of `qualify` yet)",
 )
 UNPROVEN = [line for line in STATUS.splitlines() if line.startswith("| ") and "nothing" in line]
@@ -85,7 +86,7 @@ def test_a_bound_is_broken_by_a_figure_beyond_it_and_by_none(
 
 
 def test_a_bound_of_some_cells_does_not_hold_for_others() -> None:
-    bound = Bound("x", 2, of=(("way", "a"),))
+    bound = Bound("x", 2, of={"way": "a"})
     assert bound.broken([{"way": "a", "x": 1}, {"way": "b", "x": 9}]) == []
     assert str(bound) == "x at most 2 (way a)"
 
@@ -109,6 +110,10 @@ def test_the_configs_of_runs_take_the_gpus_that_the_row_says(name: str) -> None:
         config = load_config(str(ROOT / "examples" / "quickstart.yaml"), overrides)
         gpus = sum(pool.gpus for pool in resources.pools(config))
         assert gpus == ROWS[name].gpus or name == "cluster"
+
+
+def test_every_scheme_of_quantization_has_a_run() -> None:
+    assert ROWS["quantized"].given == [f"quantized: {name}" for name in SCHEMES]
 
 
 STREAMS = [

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from async_opd.tools.qualify.measurements import streams, vllm_streams
 from async_opd.tools.qualify.measurements.measuring import Figures
 from async_opd.weight_sync.layout import WeightMeta
 from rollouter.transports import nccl
-from tests.tools.qualify.late_streams import Late, LateGpu
+from tests.tools.qualify.late_streams import Late, LateGpu, Stream
 from trainer.work_thread import WorkThread
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -67,12 +68,17 @@ def queueing(kind: Any, gpu: LateGpu, sent: threading.Event) -> Any:
     return Queueing(CUDA)
 
 
+def buffer_at_once(_: torch.device) -> torch.Tensor:
+    with _disable_current_modes():
+        return torch.empty(nccl.PIECE_BYTES, dtype=torch.uint8)
+
+
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Figures]]:
     gpu = LateGpu()
     gpu.install(monkeypatch)
     monkeypatch.setattr(streams, "Pool", Alternating)
-    monkeypatch.setattr(nccl, "on_gpu", lambda chunk, _: chunk.clone())
+    monkeypatch.setattr(nccl, "buffer_on", buffer_at_once)
     vllm_streams._streams.cache_clear()
 
     def run(kind: Any, *, pool: bool, hasty: bool) -> Figures:
@@ -110,3 +116,36 @@ def test_with_a_thread_for_each_and_an_event_every_tensor_is_right(
     found = synced(kind, pool=False, hasty=False)
     assert (found["wrong_trained"], found["wrong_received"]) == (0, 0)
     assert found["of_received"] == 4 * streams.VERSIONS
+
+
+PIECE = 64
+
+
+@pytest.mark.parametrize("size", [1, PIECE, 2 * PIECE + 1, 5 * PIECE])
+def test_a_piece_is_copied_while_the_one_before_it_is_sent(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = LateGpu()
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(nccl, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(nccl, "buffer_on", buffer_at_once)
+    waiting = []
+
+    class Noting(streams.Keeping):
+        def broadcast(self, chunk: torch.Tensor, src: int) -> None:
+            others = [one for one in gpu.streams if one is not gpu.current]
+            waiting.append(sum(len(one.queued) for one in others))
+            super().broadcast(chunk, src)
+
+    sender = streams.OwnSender(CUDA)
+    sender.open(1)
+    sender.connect()
+    sender.group = Noting()
+    chunk = torch.arange(size).to(torch.uint8)
+    with Late(gpu), gpu.stream(Stream(gpu)):
+        sender.send(chunk, 60.0)
+    last = waiting[-1]  # its own copy, which is waited for
+    pieces = -(-size // PIECE)
+    assert all(queued > last for queued in waiting[:-1])
+    assert len(waiting) == pieces
+    assert torch.equal(torch.cat(sender.group.chunks), chunk)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.cli import main
 from async_opd.core.samples import Sample
 from async_opd.core.scores import TopK
 from async_opd.files.kept_steps import KEPT, kept_name
 from tests.tools.replay import kept
+from tests.world.cli import Cli
 from trainer.build import build_learner
 from trainer.replay.kept_step import KeptStep, Record, read_kept, write_kept
 
@@ -44,12 +44,12 @@ def run_dir(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def replay(
-    folder: Path, step: int, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, dict[str, Any]]:
-    """Exit code and JSON document."""
-    code = main(["replay", str(folder), "--step", str(step), "--json"])
-    return code, json.loads(capsys.readouterr().out or "{}")
+def replay(folder: Path, step: int, cli: Cli, code: int = 0) -> dict[str, Any]:
+    """The JSON document of a replay."""
+    found: dict[str, Any] = json.loads(
+        cli("replay", folder, "--step", step, "--json", code=code).out
+    )
+    return found
 
 
 def changed(folder: Path, step: int, change: Callable[[KeptStep], KeptStep]) -> None:
@@ -59,16 +59,16 @@ def changed(folder: Path, step: int, change: Callable[[KeptStep], KeptStep]) -> 
 
 
 @pytest.mark.slow
-def test_twenty_random_steps_are_equal(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_twenty_random_steps_are_equal(run_dir: Path, cli: Cli) -> None:
     for step in random.Random(17).sample(range(1, STEPS + 1), 20):
-        code, found = replay(run_dir, step, capsys)
-        assert (code, found["equal"], found["difference"]) == (0, True, None)
+        found = replay(run_dir, step, cli)
+        assert (found["equal"], found["difference"]) == (True, None)
         assert found["start"] == (step - 1) // 8 * 8
         assert found["computed"] == step - found["start"]
 
 
 def test_a_changed_score_is_found_in_its_step_with_results_and_weights(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, cli: Cli
 ) -> None:
     def with_another_score(step: KeptStep) -> KeptStep:
         sample = next(one for one in step.samples if len(one.rollout.response_ids) > 2)
@@ -79,8 +79,8 @@ def test_a_changed_score_is_found_in_its_step_with_results_and_weights(
         return replace(step, samples=tuple(other if s is sample else s for s in step.samples))
 
     changed(run_dir, 11, with_another_score)
-    code, found = replay(run_dir, 14, capsys)
-    assert (code, found["equal"], found["computed"]) == (1, False, 3)
+    found = replay(run_dir, 14, cli, code=1)
+    assert (found["equal"], found["computed"]) == (False, 3)
     where = found["difference"]
     assert where["step"] == 11
     assert where["numbers"][0]["name"] == "loss/total"
@@ -90,15 +90,14 @@ def test_a_changed_score_is_found_in_its_step_with_results_and_weights(
     assert weights["first"] == "model.embed_tokens.weight"
     assert 0 < weights["count"] <= weights["total"]
     assert 0 < weights["largest"] < 0.01
-    assert main(["replay", str(run_dir), "--step", "14"]) == 1
-    words = capsys.readouterr().out
+    words = cli("replay", run_dir, "--step", 14, code=1).out
     assert "step 14 is not bit-equal" in words
     assert "the first difference is in step 11" in words
-    assert replay(run_dir, 18, capsys)[0] == 0  # after the next checkpoint
+    replay(run_dir, 18, cli)  # after the next checkpoint: equal
 
 
 def test_weights_that_differ_in_the_last_bit_are_named_though_all_results_are_equal(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, cli: Cli
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
 
@@ -112,8 +111,8 @@ def test_weights_that_differ_in_the_last_bit_are_named_though_all_results_are_eq
         return replace(step, record=replace(step.record, digests=other), entries=entries)
 
     changed(run_dir, 9, with_other_weights)
-    code, found = replay(run_dir, 9, capsys)
-    assert (code, found["difference"]["numbers"]) == (1, [])
+    found = replay(run_dir, 9, cli, code=1)
+    assert found["difference"]["numbers"] == []
     (weights,) = found["difference"]["weights"]
     assert (weights["count"], weights["first"]) == (1, name)
     assert 0 < weights["largest"] < 1e-7
@@ -121,14 +120,13 @@ def test_weights_that_differ_in_the_last_bit_are_named_though_all_results_are_eq
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    assert main(["replay", str(run_dir), "--step", "22"]) == 1
-    assert "it was changed or cut off after it was written" in capsys.readouterr().err
+    printed = cli("replay", run_dir, "--step", 22, code=1)
+    assert "it was changed or cut off after it was written" in printed.err
 
 
-def refused(folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(folder: Path, step: int, cli: Cli) -> str:
     """The words with which a replay is refused."""
-    assert main(["replay", str(folder), "--step", str(step)]) == 2
-    return " ".join(capsys.readouterr().err.split())
+    return " ".join(cli("replay", folder, "--step", step, code=2).err.split())
 
 
 @pytest.mark.parametrize(
@@ -141,10 +139,10 @@ def refused(folder: Path, step: int, capsys: pytest.CaptureFixture[str]) -> str:
     ],
 )
 def test_it_is_refused_without_a_batch_that_it_needs(
-    lost: int, step: int, words: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+    lost: int, step: int, words: str, run_dir: Path, cli: Cli
 ) -> None:
     (run_dir / KEPT / kept_name(lost, 0, 1)).unlink()
-    assert words in refused(run_dir, step, capsys)
+    assert words in refused(run_dir, step, cli)
 
 
 def with_platform(step: KeptStep, **other: str) -> KeptStep:
@@ -152,15 +150,13 @@ def with_platform(step: KeptStep, **other: str) -> KeptStep:
     return replace(step, record=replace(step.record, platform=step.record.platform | other))
 
 
-def test_it_is_refused_without_log_replay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_refused_without_log_replay(tmp_path: Path, cli: Cli) -> None:
     config = kept.config_of(tmp_path, "log.replay=false")
     kept.begin(config, tmp_path)
     metrics = kept.train(config, build_learner(config, "cpu"), range(1, 2))
     assert not any(key.startswith("replay/") for key in metrics[0])
     assert not (tmp_path / KEPT).exists()
-    assert "log.replay was off: no batches are kept" in refused(tmp_path, 3, capsys)
+    assert "log.replay was off: no batches are kept" in refused(tmp_path, 3, cli)
 
 
 def with_another_config(step: KeptStep) -> KeptStep:
@@ -192,13 +188,10 @@ def with_kernels(step: KeptStep, **kernels: str) -> KeptStep:
     ],
 )
 def test_it_is_refused_where_it_cannot_be_bit_equal(
-    change: Callable[[KeptStep], KeptStep],
-    words: str,
-    run_dir: Path,
-    capsys: pytest.CaptureFixture[str],
+    change: Callable[[KeptStep], KeptStep], words: str, run_dir: Path, cli: Cli
 ) -> None:
     changed(run_dir, 9, change)
-    assert words in refused(run_dir, 9 + (change is with_another_config), capsys)
+    assert words in refused(run_dir, 9 + (change is with_another_config), cli)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +207,10 @@ def test_it_is_refused_where_it_cannot_be_bit_equal(
     ],
 )
 def test_another_version_is_a_warning(
-    change: Callable[[KeptStep], KeptStep],
-    warnings: list[str],
-    run_dir: Path,
-    capsys: pytest.CaptureFixture[str],
+    change: Callable[[KeptStep], KeptStep], warnings: list[str], run_dir: Path, cli: Cli
 ) -> None:
     changed(run_dir, 9, change)
-    code, found = replay(run_dir, 9, capsys)
-    assert code == 0
+    found = replay(run_dir, 9, cli)
     for warning, start in zip(found["warnings"], warnings, strict=True):
         assert warning.startswith(start)
 
@@ -237,18 +226,14 @@ SETTINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_steps_of_other_settings_are_bit_equal(
-    settings: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     kept.launched(monkeypatch)
     config = kept.config_of(tmp_path, *settings)
     kept.begin(config, tmp_path)
     kept.train(config, build_learner(config, "cpu"), range(1, 13))
     for step in (5, 12):
-        code, found = replay(tmp_path, step, capsys)
-        assert (code, found["equal"]) == (0, True), found
+        assert replay(tmp_path, step, cli)["equal"]
 
 
 def test_a_step_is_not_kept_through_a_link(run_dir: Path, tmp_path: Path) -> None:

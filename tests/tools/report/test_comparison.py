@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.cli import main
 from async_opd.files.foreign import foreign
 from async_opd.files.lines import MetricsRow
 from async_opd.tools.report.comparison import figures_of, recommended
 from async_opd.tools.report.recorded_run import Message, RecordedRun
 from tests.tools.plan.runs import write_run
+from tests.world.cli import Cli
 from tests.world.config import run_config
 
 START = 1000.0
@@ -82,12 +82,11 @@ def test_the_figures_have_the_time_to_the_goal_and_the_tokens_thrown_away(tmp_pa
 
 
 def test_one_run_has_no_keys_that_differ_and_its_verdict_below_the_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
-    assert main(["compare", "mine"]) == 0
-    printed = capsys.readouterr().out
+    printed = cli("compare", "mine").out
     assert "keys that differ" not in printed
     (verdict,) = [line for line in printed.splitlines() if "verdict" in line]
     assert verdict.startswith("verdict     mine: ")

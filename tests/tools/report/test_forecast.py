@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_opd.cli import main
 from async_opd.tools.plan.setting import Setting
 from async_opd.tools.report.forecast import NO_GAIN, Forecast, changes, forecast
 from async_opd.tools.report.recorded_run import read_recorded_run
@@ -16,6 +15,7 @@ from async_opd.tools.report.verdict import Verdict, judge
 from tests.tools.plan.runs import write_run
 from tests.tools.report.simulated import record
 from tests.tools.report.test_verdict import balanced, slow_trainer
+from tests.world.cli import Cli
 
 ONE = balanced(3, 8, 16)
 
@@ -82,14 +82,14 @@ def test_without_speeds_or_a_gain_to_show_there_is_no_forecast(
 
 
 def test_no_change_is_recommended_that_the_plan_finds_useless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     write_run(tmp_path / "run")
     budget = Verdict("budget", "They take turns.", (), "Raise async.staleness_threshold.")
     monkeypatch.setattr("async_opd.tools.report.verdict.judge", lambda run: budget)
     monkeypatch.setattr("async_opd.tools.report.forecast.forecast", lambda *_: NO_GAIN)
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == [
+    printed = cli("report", tmp_path / "run")
+    assert printed.out.splitlines()[:3] == [
         *("They take turns.", "Nothing needs to change.", NO_GAIN)
     ]
     assert "Raise async" not in (tmp_path / "run" / "report.html").read_text()

@@ -18,17 +18,20 @@ from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import ConfigError
+from async_opd.files.lines import MetricsRow
 from async_opd.files.origin import add_origin, read_origins
 from async_opd.observability.sinks import Status, Summary
 from async_opd.tools.report.charts import shares_over_time
 from async_opd.tools.report.comparison import differing_keys, labels
-from async_opd.tools.report.facts import Facts, facts_of
+from async_opd.tools.report.facts import Facts, facts_of, gpus_of
 from async_opd.tools.report.recorded_run import RecordedRun, read_recorded_run
 from async_opd.tools.report.run_charts import evaluation_lines, metric_charts, sample_timelines
 from async_opd.tools.report.run_report import report
 from async_opd.tools.report.verdict import judge
 from tests.tools.plan.runs import CONFIG, write_run
 from tests.tools.report.pages import HOSTILE, write_full_run
+from tests.world.cli import Cli
+from tests.world.config import run_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_bundle")]
 
@@ -190,6 +193,22 @@ def test_gpus_are_counted_on_the_runs_device(device: str, gpus: int, tmp_path: P
     assert facts.cost_of_million(None) is None
 
 
+def test_gpus_of_pools_that_grew_are_those_of_their_mean_replicas() -> None:
+    config = run_config(
+        cluster={"address": "10.0.0.1:6379"},
+        rollout={"replicas": {"min": 1, "max": 4}, "tensor_parallel": 2},
+        eval={"replicas": {"min": 1, "max": 2}},
+        teachers={"t": {"model": "t", "replicas": {"min": 2, "max": 3}}},
+    )
+    served = {"rollout/eval_replicas": 1.0, "teacher/t/serving": 1.0}
+    rows = [
+        MetricsRow(step, 0.0, {**served, "rollout/replicas": replicas})
+        for step, replicas in enumerate((1.0, 4.0))
+    ]
+    assert gpus_of(config) == 1 + 2 + 2 + 2
+    assert gpus_of(config, rows) == 1 + 2 * 2.5 + 2 + 2
+
+
 def test_the_shares_of_a_window_are_drawn_over_its_time() -> None:
     found = shares_over_time(
         "k", "t", "n", ["a", "b"], [(2.0, 5.0, [1.0, 0.0]), (5.0, 9.0, [0.25, 0.75])], x="min"
@@ -230,59 +249,50 @@ def test_a_run_of_two_parts_with_evaluations_is_judged_by_all_its_steps(tmp_path
 
 
 def test_the_command_writes_the_report_and_says_the_verdict(
-    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, tmp_path: Path, cli: Cli
 ) -> None:
     out = tmp_path / "r.html"
     price = "report.gpu_hour_price=2"
     with pytest.raises(ConfigError, match="gpu_hour_price"):
         load_config(run.folder / "config.yaml", ["report.gpu_hour_price=-1"])
     assert main(["report", str(tmp_path)]) == 2
-    assert main(["report", str(run.folder), price, "--out", str(out), "--no-plan"]) == 0
-    assert "the trainer limits" in capsys.readouterr().out
+    assert "the trainer limits" in cli("report", run.folder, price, "--out", out, "--no-plan").out
     assert "cost per million tokens" in out.read_text(encoding="utf-8")
 
 
 def test_a_mirror_is_reported_and_compared_as_its_run_directory_is(
-    run: RecordedRun,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: RecordedRun, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/runs/mirrored"
     mirror = Mirror(Checkpoints(run.folder.root / "checkpoints", 2), RunCopies.at(url), 20, 20)
     assert mirror.close(Summary("completed", None, 2, 1.0, run.folder.root)) is None
-    assert main(["report", url, "--no-plan"]) == 0
-    shown = capsys.readouterr().out
-    assert main(["report", str(run.folder), "--out", "own.html", "--no-plan"]) == 0
-    assert capsys.readouterr().out == shown.replace("report.html", "own.html")
+    shown = cli("report", url, "--no-plan").out
+    printed = cli("report", run.folder, "--out", "own.html", "--no-plan")
+    assert printed.out == shown.replace("report.html", "own.html")
     assert (tmp_path / "report.html").stat().st_size > 100_000
     assert main(["compare", url, str(run.folder), "--out", "compare.html"]) == 0
     assert "mirrored" in (tmp_path / "compare.html").read_text(encoding="utf-8")
 
 
-def test_a_report_of_an_older_run_names_what_it_cannot_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_an_older_run_names_what_it_cannot_read(tmp_path: Path, cli: Cli) -> None:
     folder = write_run(tmp_path / "run", steps=7)
     with (folder / "config.yaml").open("a") as file:
         file.write("older: 1\n")
-    assert main(["report", str(folder), "--no-plan"]) == 0
-    assert "older: unknown key (value 1)" in capsys.readouterr().err
+    assert "older: unknown key (value 1)" in cli("report", folder, "--no-plan").err
     assert "older: unknown key (value 1)" in (folder / "report.html").read_text()
-    assert main(["compare", str(folder), str(folder), "--out", str(tmp_path / "c.html")]) == 0
-    assert "older: unknown key (value 1)" in capsys.readouterr().err
+    printed = cli("compare", folder, folder, "--out", tmp_path / "c.html")
+    assert "older: unknown key (value 1)" in printed.err
 
 
 def test_runs_are_compared_by_their_figures_and_differing_keys(
-    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RecordedRun, tmp_path: Path, cli: Cli
 ) -> None:
     other = write_full_run(tmp_path / "other", seed=1, factor=2.5, hostile=False)
     text = (other / "config.yaml").read_text().replace("sync_steps: 2", "sync_steps: 3")
     (other / "config.yaml").write_text(text)
     out = tmp_path / "c.html"
-    assert main(["compare", str(run.folder), str(other), "--out", str(out)]) == 0
-    assert "async.sync_steps" in capsys.readouterr().out
+    assert "async.sync_steps" in cli("compare", run.folder, other, "--out", out).out
     page = out.read_text(encoding="utf-8")
     assert "async.sync_steps" in page
     assert HOSTILE not in page

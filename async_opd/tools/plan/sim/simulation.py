@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from async_opd.accounting.admission import Admission
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError
 from async_opd.core.stages import PROMPTS, SCORED, rollouts_topic
 from async_opd.tools.plan.setting import Setting, warmup_versions
 from async_opd.tools.plan.sim.clock import Clock, Level
@@ -221,7 +221,7 @@ def _refuse_too_many(setting: Setting) -> None:
     if samples > MOST_SAMPLES:
         message = f"found {setting.batch_size}: the shortest simulation has {samples:.3g} samples"
         remedy = f"at most {MOST_SAMPLES} are simulated: plan a smaller batch, or fewer sync_steps"
-        raise ConfigError([Problem("plan", "train.batch_size", message, remedy)])
+        raise ConfigError.of("train.batch_size", message, remedy, "plan")
 
 
 def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tuple[PoolUse, ...]:

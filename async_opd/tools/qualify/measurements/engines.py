@@ -33,7 +33,6 @@ from async_opd.tools.first_steps.command import packaged
 from async_opd.tools.qualify.measurements.measuring import (
     Figures,
     Report,
-    rounded,
     used_gib,
     without_trainers_allocator,
 )
@@ -103,7 +102,7 @@ async def speed(model: str, device: str, settings: dict[str, Any]) -> Figures:
         started = time.perf_counter()
         tokens = sum(map(len, await engine.answers()))
         seconds = time.perf_counter() - started
-        return rounded({"tokens_per_s": tokens / seconds, "start_s": start_s})
+        return {"tokens_per_s": tokens / seconds, "start_s": start_s}
     finally:
         await engine.replica.shutdown()
 
@@ -131,7 +130,7 @@ async def sleep(model: str, device: str, workers: int) -> Figures:
         same = sum(one[:1] == other[:1] for one, other in pairs) / len(pairs)
         found = {"same_first": same, "sleep_s": slept - started, "wake_s": woken - slept}
         memory = {"awake_gib": awake, "asleep_gib": asleep} if device == "cuda" else {}
-        return rounded(found | memory)
+        return found | memory
     finally:
         await engine.replica.shutdown()
 
@@ -158,5 +157,5 @@ def main(report: Report, kind: str) -> None:
             report.cell(partial(finished, one), what="speed", settings=name)
         rates = {cell["settings"]: cell.get("tokens_per_s", 0.0) for cell in report.cells}
         best = max(rates.values()) or 1.0
-        share = rounded({"share_of_best": rates["as configured"] / best})
+        share = {"share_of_best": rates["as configured"] / best}
         report.cell(lambda: share, what="share")

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 
 from async_opd.core.errors import StageError
-from async_opd.tools.qualify.measurements.measuring import Figures, Report, Skip, rounded
+from async_opd.tools.qualify.measurements.measuring import Figures, Report, Skip
 from async_opd.tools.qualify.measurements.rank import ATTENTION, attend
-from async_opd.tools.qualify.measurements.students import TrainSettings, rank_of, samples
-from trainer.batches.micro_batches import MicroBatch
-from trainer.batches.token_weights import TokenWeight
+from async_opd.tools.qualify.measurements.students import TrainSettings, micro_batch, rank_of
 from trainer.student.attention_choice import Attention
 from trainer.student.check import check_rank, check_student
 
@@ -98,9 +96,7 @@ def made(family: str) -> Any:
 def gradient_norm(model: Any, device: torch.device) -> float:
     """Of one packed row, not clipped."""
     rank = rank_of(model, device, train=replace(TrainSettings(), max_grad_norm=MAX_NORM))
-    batch = samples(rank.vocabularies.student, LENGTHS)
-    weight = TokenWeight(1 / sum(LENGTHS))
-    norm = rank.backward([MicroBatch(tuple(batch), (weight,) * len(batch))]).norm
+    norm = rank.backward([micro_batch(rank, LENGTHS)]).norm
     rank.apply(None)
     return norm
 
@@ -124,7 +120,7 @@ def measure(family: str, attention: Attention, device: torch.device) -> Figures:
     attend(model, attention, device)
     check_rank(rank_of(model, device), exact)
     on_device = gradient_norm(model, device)
-    return rounded({"attends": model.config._attn_implementation, "norm_ratio": on_device / norm})
+    return {"attends": model.config._attn_implementation, "norm_ratio": on_device / norm}
 
 
 def main(report: Report) -> None:

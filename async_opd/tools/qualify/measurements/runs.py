@@ -32,7 +32,6 @@ from async_opd.tools.qualify.measurements.measuring import (
     Figures,
     Report,
     Skip,
-    rounded,
     without_trainers_allocator,
 )
 
@@ -153,18 +152,16 @@ def run(name: str, device: torch.device) -> Figures:
     if summary.status != "completed":
         raise RuntimeError(f"the run ended as {summary.status}: {summary.error}")
     far, limit = kept.values("sync/freshness_nats"), kept.values("sync/freshness_limit_nats")
-    return rounded(
-        {
-            "steps": summary.steps,
-            "wrong_weights": kept.most("sync/wrong_weights"),
-            "freshness_share": largest(shares(far, limit)),
-            "mismatch_error": kept.most("mismatch/error"),
-            "sync_s": kept.median("sync/seconds"),
-            "transfer_s": kept.median("sync/transfer_s"),
-            "tokens_per_s": kept.most("train/tokens_per_s"),
-            "gpu_memory_outside_gib": kept.most("train/gpu_memory_outside_gib"),
-        }
-    )
+    return {
+        "steps": summary.steps,
+        "wrong_weights": kept.most("sync/wrong_weights"),
+        "freshness_share": largest(shares(far, limit)),
+        "mismatch_error": kept.most("mismatch/error"),
+        "sync_s": kept.median("sync/seconds"),
+        "transfer_s": kept.median("sync/transfer_s"),
+        "tokens_per_s": kept.most("train/tokens_per_s"),
+        "gpu_memory_outside_gib": kept.most("train/gpu_memory_outside_gib"),
+    }
 
 
 def main(report: Report, *names: str) -> None:

@@ -28,7 +28,6 @@ from async_opd.tools.qualify.measurements.measuring import (
     Skip,
     milliseconds,
     peak_gib,
-    rounded,
 )
 from teachers.rows import RowScores
 
@@ -93,16 +92,14 @@ class Rows:
         best = bits[:, -TOP_K:].long()
         error = (found[:, :1] - self.exact.gather(1, self.ids[:EXACT])).abs()
         best_error = (found[:, 1:] - self.exact.gather(1, best)).abs()
-        return rounded(
-            {
-                "worst_nats": float(error.max()),
-                "mean_nats": float(error.mean()),
-                "best_nats": float(best_error.max()),
-                "ms": milliseconds(device, work, repeats=5, warm_up=1),
-                "peak_gib": peak_gib(device, work),
-                "head_gib": weights.numel() * weights.element_size() / GIB,
-            }
-        )
+        return {
+            "worst_nats": float(error.max()),
+            "mean_nats": float(error.mean()),
+            "best_nats": float(best_error.max()),
+            "ms": milliseconds(device, work, repeats=5, warm_up=1),
+            "peak_gib": peak_gib(device, work),
+            "head_gib": weights.numel() * weights.element_size() / GIB,
+        }
 
 
 def main(report: Report) -> None:
@@ -112,9 +109,5 @@ def main(report: Report) -> None:
     made = Rows(device)
     for kind in HEADS:
         report.cell(
-            partial(made.measure, kind),
-            head=kind,
-            rows=rows,
-            hidden=hidden,
-            vocabulary=vocabulary,
+            partial(made.measure, kind), head=kind, rows=rows, hidden=hidden, vocabulary=vocabulary
         )

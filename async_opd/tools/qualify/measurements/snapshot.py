@@ -27,7 +27,6 @@ from async_opd.tools.qualify.measurements.measuring import (
     Skip,
     finish,
     milliseconds,
-    rounded,
     used_gib,
 )
 from async_opd.tools.qualify.measurements.students import rank_of, student
@@ -67,7 +66,7 @@ def measure(make: Callable[[], Copy], weights: list[torch.Tensor], device: torch
     queued = 1e3 * (time.perf_counter() - started)
     finish(device)
     nbytes = sum(weight.nbytes for weight in weights)
-    return rounded({"gb_per_s": nbytes / ms / 1e6, "ms": ms, "queued_ms": queued})
+    return {"gb_per_s": nbytes / ms / 1e6, "ms": ms, "queued_ms": queued}
 
 
 PINNED = (3 << 20, 100 << 20, 700 << 20)
@@ -82,7 +81,7 @@ def pinned(device: torch.device) -> Figures:
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     kept = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in PINNED]
     taken = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
-    return rounded({"pinned_ratio": taken / sum(one.nbytes for one in kept)})
+    return {"pinned_ratio": taken / sum(one.nbytes for one in kept)}
 
 
 def hold_context(there: Any) -> None:
@@ -103,7 +102,7 @@ def context(device: torch.device) -> Figures:
     try:
         if not here.poll(TIMEOUT_S):
             raise TimeoutError(f"the process has made no context within {TIMEOUT_S:g} s")
-        return rounded({"context_gib": used_gib()[0] - before})
+        return {"context_gib": used_gib()[0] - before}
     finally:
         process.kill()
         process.join()
@@ -119,7 +118,7 @@ def main(report: Report) -> None:
     # first: memory that is freed later stays pinned, and would be taken again
     report.cell(partial(pinned, device), what="bytes", of="pinned")
     report.cell(
-        lambda: rounded({"ms": milliseconds(device, lambda: list(rank.weights()), 3, 1)}),
+        lambda: {"ms": milliseconds(device, lambda: list(rank.weights()), 3, 1)},
         way="Rank.weights",
         shape=shape,
         gib=gib,

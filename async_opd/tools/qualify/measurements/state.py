@@ -30,12 +30,15 @@ from async_opd.tools.qualify.measurements.measuring import (
     Report,
     finish,
     milliseconds,
-    rounded,
 )
-from async_opd.tools.qualify.measurements.students import TrainSettings, rank_of, samples, student
+from async_opd.tools.qualify.measurements.students import (
+    TrainSettings,
+    micro_batch,
+    rank_of,
+    student,
+)
 from async_opd.weight_sync.digests import Digests
 from trainer.batches.micro_batches import MicroBatch
-from trainer.batches.token_weights import TokenWeight
 from trainer.rank import Rank
 from trainer.saving.shards import Stamp
 from trainer.saving.state import training_state
@@ -50,8 +53,7 @@ def trained_rank(device: torch.device, **settings: Any) -> tuple[Rank, list[Micr
     """A rank after one step, which made its moments, and the micro-batch of that step."""
     shape, tokens = SIZES[device.type]
     rank = rank_of(student(shape, device), device, train=replace(TrainSettings(), **settings))
-    batch = samples(rank.vocabularies.student, [tokens])
-    given = [MicroBatch(tuple(batch), (TokenWeight(1 / tokens),))]
+    given = [micro_batch(rank, [tokens])]
     rank.backward(given)
     rank.apply(RATE)
     return rank, given
@@ -97,15 +99,13 @@ def offloaded(device: torch.device) -> Figures:
     rank.backward(given)
     rank.apply(RATE)  # the optimizer has its moments where its weights are
     nbytes = 12 * sum(parameter.numel() for parameter in rank.model.parameters()) / 1e9
-    return rounded(
-        {
-            "out_first_gb_per_s": nbytes / first,
-            "out_gb_per_s": nbytes / again,
-            "back_gb_per_s": nbytes / back,
-            "freed_gib": freed / GIB,
-            "wrong": wrong,
-        }
-    )
+    return {
+        "out_first_gb_per_s": nbytes / first,
+        "out_gb_per_s": nbytes / again,
+        "back_gb_per_s": nbytes / back,
+        "freed_gib": freed / GIB,
+        "wrong": wrong,
+    }
 
 
 def host_moments(device: torch.device, offload: str) -> Figures:
@@ -115,7 +115,7 @@ def host_moments(device: torch.device, offload: str) -> Figures:
     ms = milliseconds(device, rank.optimizer.step, repeats=3, warm_up=1)
     rank.apply(None)
     held = torch.cuda.memory_allocated(device) / GIB if device.type == "cuda" else None
-    return rounded({"step_ms": ms, "held_gib": held})
+    return {"step_ms": ms, "held_gib": held}
 
 
 def state_of(rank: Rank) -> Digest:
@@ -137,16 +137,14 @@ def checkpoint(device: torch.device) -> Figures:
         rank.apply(RATE)
         read = seconds(device, lambda: rank.load(folder))
         nbytes = sum(file.stat().st_size for file in Path(folder).iterdir()) / 1e9
-    return rounded(
-        {
-            "capture_first_gb_per_s": nbytes / first,
-            "capture_gb_per_s": nbytes / captured,
-            "write_gb_per_s": nbytes / written,
-            "read_gb_per_s": nbytes / read,
-            "wrong": different(before, state_of(rank)),
-            "same_random_state": drawn == torch.rand(1, device=device).item(),
-        }
-    )
+    return {
+        "capture_first_gb_per_s": nbytes / first,
+        "capture_gb_per_s": nbytes / captured,
+        "write_gb_per_s": nbytes / written,
+        "read_gb_per_s": nbytes / read,
+        "wrong": different(before, state_of(rank)),
+        "same_random_state": drawn == torch.rand(1, device=device).item(),
+    }
 
 
 def stored(device: torch.device, home: torch.device) -> Figures:
@@ -162,7 +160,7 @@ def stored(device: torch.device, home: torch.device) -> Figures:
         files = StoredWeights(empty, Path(folder))
         spent = seconds(device, lambda: files.fill(device, home))
     wrong = different(digests_of(model.named_parameters()), digests_of(empty.named_parameters()))
-    return rounded({"read_gb_per_s": nbytes / spent, "wrong": wrong})
+    return {"read_gb_per_s": nbytes / spent, "wrong": wrong}
 
 
 def digested(device: torch.device) -> Figures:
@@ -176,7 +174,7 @@ def digested(device: torch.device) -> Figures:
     on_host = digests_of(copies)
     host = time.perf_counter() - started
     found = {"gb_per_s": 1e3 * nbytes / ms, "host_gb_per_s": nbytes / host}
-    return rounded({**found, "tensors": len(named), "wrong": different(digests_of(named), on_host)})
+    return {**found, "tensors": len(named), "wrong": different(digests_of(named), on_host)}
 
 
 def twice(device: torch.device, deterministic: bool) -> Figures:
@@ -192,9 +190,7 @@ def twice(device: torch.device, deterministic: bool) -> Figures:
             rank.apply(None)
     finally:
         torch.use_deterministic_algorithms(False)
-    return rounded(
-        {"ms": 1e3 * min(spent), "different": different(*found), "tensors": len(found[0])}
-    )
+    return {"ms": 1e3 * min(spent), "different": different(*found), "tensors": len(found[0])}
 
 
 def low_bit(device: torch.device, moments: str) -> Figures:
@@ -207,7 +203,7 @@ def low_bit(device: torch.device, moments: str) -> Figures:
     ms = milliseconds(device, rank.optimizer.step, repeats=3, warm_up=1)
     state = rank.optimizer.state.values()
     nbytes = sum(t.nbytes for one in state for t in one.values() if isinstance(t, torch.Tensor))
-    return rounded({"step_ms": ms, "first_s": first, "moments_gib": nbytes / GIB})
+    return {"step_ms": ms, "first_s": first, "moments_gib": nbytes / GIB}
 
 
 def main(report: Report) -> None:

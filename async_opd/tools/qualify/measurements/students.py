@@ -13,6 +13,8 @@ from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import TopK
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models import torchvision_operators
+from trainer.batches.micro_batches import MicroBatch
+from trainer.batches.token_weights import TokenWeight
 from trainer.losses.kl import ForwardKL
 from trainer.losses.objective import Objective
 from trainer.losses.terms import OnTopK
@@ -117,6 +119,12 @@ def samples(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Samp
     """One sample for each length in tokens, an eighth of it prompt, with scores of the top 64."""
     draw = np.random.default_rng(seed)
     return [_sample(draw, vocabulary, index, length) for index, length in enumerate(lengths)]
+
+
+def micro_batch(rank: Rank, lengths: Sequence[int]) -> MicroBatch:
+    """Samples of these lengths, whose loss is the mean over all of their tokens."""
+    batch = samples(rank.vocabularies.student, lengths)
+    return MicroBatch(tuple(batch), (TokenWeight(1 / sum(lengths)),) * len(batch))
 
 
 def _sample(draw: np.random.Generator, vocabulary: int, index: int, length: int) -> Sample:

@@ -25,12 +25,10 @@ from typing import Any
 
 import torch
 
-from async_opd.tools.qualify.measurements.measuring import Figures, Report, finish, rounded
-from async_opd.tools.qualify.measurements.students import rank_of, samples, student
+from async_opd.tools.qualify.measurements.measuring import Figures, Report, finish
+from async_opd.tools.qualify.measurements.students import micro_batch, rank_of, student
 from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
-from trainer.batches.micro_batches import MicroBatch
-from trainer.batches.token_weights import TokenWeight
 from trainer.publisher import Publisher
 from trainer.rank import Rank
 
@@ -101,24 +99,31 @@ class Engine:
 
 def step(rank: Rank, tokens: int) -> None:
     """Changes the weights."""
-    batch = samples(rank.vocabularies.student, [tokens])
-    rank.backward([MicroBatch(tuple(batch), (TokenWeight(1 / tokens),))])
+    rank.backward([micro_batch(rank, [tokens])])
     rank.apply(1e-4)
+
+
+def connected(
+    backend: str, device: torch.device, timeout_s: float = TIMEOUT_S
+) -> tuple[Rank, Publisher, Engine]:
+    """A new rank, its publisher and the receiver of its weights."""
+    shape, _, chunk_bytes = SIZES[device.type]
+    rank = rank_of(student(shape, device), device)
+    module = importlib.import_module(f"rollouter.transports.{backend}")
+    sender = partial(module.sender, HOST, timeout_s, chunk_bytes)
+    publisher = Publisher(rank.weights, sender, digests=True, chunk_bytes=chunk_bytes)
+    engine = Engine(backend, publisher.open(0, 2), device)
+    publisher.connect(0)
+    return rank, publisher, engine
 
 
 def synced(backend: str, device: torch.device) -> Figures:
     """All syncs over one transport."""
-    shape, tokens, chunk_bytes = SIZES[device.type]
-    rank = rank_of(student(shape, device), device)
-    module = importlib.import_module(f"rollouter.transports.{backend}")
-    sender = partial(module.sender, HOST, TIMEOUT_S, chunk_bytes)
-    publisher = Publisher(rank.weights, sender, digests=True, chunk_bytes=chunk_bytes)
-    engine = Engine(backend, publisher.open(0, 2), device)
+    rank, publisher, engine = connected(backend, device)
     wrong, times = 0, []
     with ThreadPoolExecutor(1) as pool:
-        publisher.connect(0)
         for _ in range(SYNCS):
-            step(rank, tokens)
+            step(rank, SIZES[device.type][1])
             finish(device)
             started = time.perf_counter()
             meta = publisher.snapshot()
@@ -135,36 +140,27 @@ def synced(backend: str, device: torch.device) -> Figures:
         engine.begin(None)
     engine.end()
     (_, first), *_, (taken, last) = times
-    return rounded(
-        {
-            "tensors": len(meta.names),
-            "gib": meta.nbytes / (1 << 30),
-            "snapshot_ms": 1e3 * taken,
-            "first_ms": 1e3 * first,
-            "sync_ms": 1e3 * last,
-            "gb_per_s": meta.nbytes / last / 1e9,
-            "wrong": wrong,
-        }
-    )
+    return {
+        "tensors": len(meta.names),
+        "gib": meta.nbytes / (1 << 30),
+        "snapshot_ms": 1e3 * taken,
+        "first_ms": 1e3 * first,
+        "sync_ms": 1e3 * last,
+        "gb_per_s": meta.nbytes / last / 1e9,
+        "wrong": wrong,
+    }
 
 
 def receiver_dies(backend: str, device: torch.device) -> Figures:
     """Seconds until the sender's error. RuntimeError if it has none without its receiver."""
-    shape, _, chunk_bytes = SIZES[device.type]
-    rank = rank_of(student(shape, device), device)
-    module = importlib.import_module(f"rollouter.transports.{backend}")
-    sender = partial(module.sender, HOST, DEATH_S, chunk_bytes)
-    publisher = Publisher(rank.weights, sender, digests=True, chunk_bytes=chunk_bytes)
-    engine = Engine(backend, publisher.open(0, 2), device)
-    publisher.connect(0)
+    _, publisher, engine = connected(backend, device, DEATH_S)
     publisher.snapshot()
     engine.kill()
     started = time.perf_counter()
     try:
         publisher.send(0)
     except Exception as error:  # libraries raise different ones
-        ended = {"error": type(error).__name__, "ends_s": time.perf_counter() - started}
-        return rounded(ended)
+        return {"error": type(error).__name__, "ends_s": time.perf_counter() - started}
     raise RuntimeError("the send has succeeded without its receiver")
 
 
