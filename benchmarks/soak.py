@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import statistics
 import tempfile
 import threading
@@ -147,7 +148,7 @@ class Progress:
         """Nothing."""
 
 
-Sizes = tuple[int, int]  # resident bytes, and those of them that are shared
+Sizes = tuple[float, int, int]  # share of the run, resident bytes, those of them that are shared
 Samples = defaultdict[int, list[Sizes]]  # by process id
 
 
@@ -156,8 +157,7 @@ class Memory:
     """Asks this process and all its descendants for their memory, in a thread, step by step."""
 
     progress: Progress
-    third: Samples = field(default_factory=lambda: defaultdict(list))
-    end: Samples = field(default_factory=lambda: defaultdict(list))
+    samples: Samples = field(default_factory=lambda: defaultdict(list))
     names: dict[int, str] = field(default_factory=dict)
     peak: int = 0
 
@@ -175,22 +175,26 @@ class Memory:
     def growth(self, shared: bool) -> dict[str, tuple[float, float]]:
         """MiB at a third and at the end, of each process that was there both times.
 
-        ``shared``: with the pages that others have, too.
+        ``shared``: with the pages that others have, too. Medians of the samples between 0.3 and 0.4
+        of the run, and from 0.9 on; of a run that is too short for these the nearest sample.
         """
 
-        def mib(samples: list[Sizes]) -> float:
-            return statistics.median(rss - (0 if shared else s) for rss, s in samples) / (1 << 20)
+        def mib(samples: list[Sizes], low: float, high: float) -> float:
+            near = [one for one in samples if low <= one[0] < high]
+            near = near or [min(samples, key=lambda one: abs(one[0] - low))]
+            sizes = (rss - (0 if shared else own) for _, rss, own in near)
+            return statistics.median(sizes) / (1 << 20)
 
         return {
-            f"{self.names[pid]} {pid}": (mib(self.third[pid]), mib(self.end[pid]))
-            for pid in sorted(self.third.keys() & self.end.keys())
+            f"{self.names[pid]} {pid}": (mib(samples, 0.3, 0.4), mib(samples, 0.9, math.inf))
+            for pid, samples in sorted(self.samples.items())
+            if samples[0][0] < 0.4 and samples[-1][0] > 0.5
         }
 
     def _watch(self) -> None:
-        own, count = psutil.Process(), 0
-        while not self._stopped:
-            self.progress.stepped.wait(SAMPLE_S)
-            self.progress.stepped.clear()
+        own, count, last = psutil.Process(), 0, False
+        while not last:  # at the start, in between, and once more at the end
+            last = self._stopped
             share, total = self.progress.share, 0
             for process in [own, *own.children(recursive=True)]:
                 try:
@@ -201,13 +205,14 @@ class Memory:
                     continue  # it ended meanwhile
             self.peak = max(self.peak, total)
             count += 1
+            if not last:
+                self.progress.stepped.wait(SAMPLE_S)
+                self.progress.stepped.clear()
 
     def _note(self, process: psutil.Process, share: float) -> None:
         self.names.setdefault(process.pid, process.name())
-        of = self.third if 0.3 <= share < 0.4 else self.end if share >= 0.9 else None
-        if of is not None:
-            memory = process.memory_info()
-            of[process.pid].append((memory.rss, memory.shared))
+        memory = process.memory_info()
+        self.samples[process.pid].append((share, memory.rss, memory.shared))
 
 
 class Lags:
