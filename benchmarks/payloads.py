@@ -19,7 +19,6 @@ import time
 from typing import Any
 
 import numpy as np
-import psutil
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.payloads.stores import NodeStores
@@ -31,6 +30,7 @@ from async_opd.core.stages import SCORED, rollouts_topic, topics
 from async_opd.core.uid import Uid
 from async_opd.queue.payloads import read
 from async_opd.queue.sizes import Payload, sample_bytes
+from benchmarks.cpu_costs import cpu_s
 from benchmarks.local_ray import on_local_ray
 
 HIDDEN = 5120
@@ -39,6 +39,8 @@ BATCH = 16
 """Rollouts put at once, and the most of a call and of a lease: fewer if they are large."""
 IDLE_S = 5.0
 """Seconds in which the processes only wait: they use time for that which belongs to no sample."""
+LEAST_S = 1e-4
+"""Processor time that differs from the time without samples."""
 TEACHER = "t"
 BOUND_S = 120.0
 
@@ -74,11 +76,7 @@ async def _started(name: str, path: str, *args: Any) -> Remote:
 
 async def _seconds(remotes: dict[str, Remote]) -> dict[str, float]:
     """Processor seconds of each process so far."""
-    found = {}
-    for name, remote in remotes.items():
-        used = psutil.Process(await remote.pid(BOUND_S)).cpu_times()
-        found[name] = used.user + used.system
-    return found
+    return {name: cpu_s([await remote.pid(BOUND_S)]) for name, remote in remotes.items()}
 
 
 async def through(mib: float, samples: int, by_reference: bool) -> dict[str, float]:
@@ -127,8 +125,8 @@ async def through(mib: float, samples: int, by_reference: bool) -> dict[str, flo
     found = {}
     for name in remotes:
         without_work = (before[name] - idle[name]) / IDLE_S * seconds
-        used = max(after[name] - before[name] - without_work, 0.0)
-        found[f"{name}_ms"] = round(1e3 * used / samples, 2)
+        used = max(after[name] - before[name] - without_work, LEAST_S)
+        found[f"{name}_ms"] = round(1e3 * used / samples, 3)
     return found | {"message_bytes": round(message), "wall_ms": round(1e3 * seconds / samples, 2)}
 
 

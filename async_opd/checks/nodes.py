@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from async_opd.core.distributions import installed
 from async_opd.core.errors import Problem, StageError
 from async_opd.files.foreign import foreign
-from async_opd.files.origin import installed
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.processes.listening import interface_address, interface_of
 from async_opd.waiting.own_loop import run_to_end

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from async_opd.files.origin import installed
+from async_opd.core.distributions import installed
 
 TESTED: dict[str, tuple[str, ...]] = {
     "vllm": ("0.32",),

@@ -6,17 +6,16 @@ a part begins ──add_origin──► origin.json ──read_origins──► 
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from async_opd.core.distributions import versions
 from async_opd.files.foreign import Place, foreign
 from async_opd.files.numbers import Seconds
 from async_opd.files.safe_open import write_atomically
@@ -66,20 +65,6 @@ def read_origins(run_dir: Place) -> list[Origin]:
         return _Origins.validate_json((foreign(run_dir) / ORIGIN).read())
     except (OSError, ValueError):
         return []
-
-
-def installed(distribution: str) -> str:
-    """The version of a distribution; '' if it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of Python, and of those of the packages that are installed."""
-    found = {package: installed(package) for package in packages}
-    return {"python": platform.python_version()} | {k: v for k, v in found.items() if v}
 
 
 def _commit(checkout: Path) -> str:

@@ -77,6 +77,7 @@ CASES = {
     "pipeline": Case("--only s1_4 --samples 1536", "engines"),
     "plan": Case("--measured {pipeline}/printed", "engines"),
     "probe": Case("--pairs 5 8 10 --steps 12 --cache {}"),
+    "payloads": Case("--mib 0.25 --samples 64", "ray"),
     "queue": Case("--repeats 1 --only topk_2048 --batches 4", "ray"),
     "ranks": Case("--layers 1 --batch 2 --tokens 8 --steps 2 --repeats 1"),
     "scale": Case("--replicas 4 8 --requests 64 --rate 64 --samples 768", "engines"),

@@ -9,7 +9,7 @@ import pytest
 
 from async_opd.tools.qualify.rows import ROWS
 
-OTHERS = ("ray", "vllm", "pydantic", "psutil", "msgspec", "pyarrow", "yaml", "rich", "wandb")
+OTHERS = ("ray", "vllm", "pydantic", "psutil", "msgspec", "pyarrow", "rich", "wandb")
 """Packages that async_opd needs beside torch, transformers and what these need."""
 SCRIPTS = {row.module for row in ROWS.values() if not row.packages}
 QUALIFY = [f"tools.qualify.{name}" for name in ("command", "harness", "tables")]

