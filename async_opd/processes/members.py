@@ -23,7 +23,7 @@ A kind of member has a ``Policy``:
     trainer             one death of a rank rebuilds all ranks, between two pipelines (``mend``);
                         queue, scorer and rollouter are ``replaced`` with it, whatever their states
 
-A member of a pool that grows with the cluster begins ABSENT where there is no place for it yet.
+A member of a pool that grows with the cluster is ABSENT while the cluster lacks room for it.
 
 Balancer, weight sync and GPU time sharing read the members' states, or listen to the events. A
 failure names the incarnation that it saw: an answer that comes after a rebuild changes nothing.

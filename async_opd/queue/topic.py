@@ -179,7 +179,7 @@ class Topic:
         self._leases = LeaseTable(self.lease_s, self.timer, self._expire)
 
     async def put(self, batch: Batch) -> None:
-        """Appends a batch, in the order of the calls; waits while there is no room.
+        """Appends a batch, in the order of the calls; waits for room.
 
         It may have come in although the call was cancelled.
         """

@@ -32,6 +32,15 @@ async def test_a_node_that_hangs_does_not_delay_the_store_of_another_one(
     hangs.cancel()
 
 
+async def test_a_process_whose_start_is_given_up_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stores(monkeypatch, {"a" * 56: (process := StoreProcess(built=False))})
+    starting = asyncio.create_task(made.open("a" * 56))
+    await settle()
+    starting.cancel()
+    await asyncio.wait({starting})
+    assert process.killed
+
+
 async def test_two_that_ask_for_the_store_of_a_node_get_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -78,7 +78,7 @@ def test_a_step_waits_at_most_three_times_and_no_micro_batch_does(
 def test_inputs_that_are_not_pinned_are_waited_for_in_each_micro_batch(
     apart: ProcessPoolExecutor,
 ) -> None:
-    """What the test above finds: a copy from memory that is not pinned does not return before."""
+    """The test above can fail: a copy from memory that is not pinned waits for the device."""
     found = apart.map(of_step, (1, 4), (False, False), timeout=300)
     one, four = (waits.count("_to_copy to the device") for waits in found)
     assert one > 3

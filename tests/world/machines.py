@@ -1,7 +1,7 @@
 """Machines on this one: a network, a mount and a host-name namespace each, joined by a switch.
 
     machine-a ══╗
-    machine-b ══╬══ a bridge in a namespace of its own
+    machine-b ══╬══ a bridge in a separate namespace
     machine-c ══╝
 
 Each has its own address, host name, ``/etc/hosts``, ``/tmp/ray`` and ``/dev/shm``. All that runs in

@@ -94,6 +94,10 @@ class StoreProcess:
             self.built.set()
         self.lost: set[int] = set()
         self.on_disk = 0
+        self.killed = False
+
+    def kill(self) -> None:
+        self.killed = True
 
     async def build(self, path: str, args: tuple[Any, ...], timeout_s: float) -> None:
         await self.built.wait()

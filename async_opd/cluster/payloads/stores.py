@@ -169,7 +169,11 @@ class NodeStores:
             actor=f"{self.run}/{name}",
             kind="PayloadStore",
         )
-        await remote.build(f"{__name__}:NodePayloads", (expiry_s,), self.start_s)
+        try:
+            await remote.build(f"{__name__}:NodePayloads", (expiry_s,), self.start_s)
+        except BaseException:  # close() does not know of it yet
+            remote.kill()
+            raise
         return NodeStore(remote, name, self.timeout_s)
 
     def spilled(self) -> dict[str, int]:
