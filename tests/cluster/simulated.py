@@ -6,7 +6,6 @@ python -m tests.cluster.simulated run CONFIG …   is async_opd with such engine
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -112,8 +111,7 @@ if __name__ == "__main__":
     student = Factory(
         FACTORIES.student.path, (RolloutPlan(step_s=1e-3), 16, Lengths(4, 0.3, 8), 0.01)
     )
-    speed = TrainPlan(overhead_s=float(os.environ.get("STEP_S", "0.02")), tokens_per_s=1e9)
-    trainer = Factory("tests.cluster.simulated:build_trainer", (speed,))
+    trainer = Factory("tests.cluster.simulated:build_trainer", FACTORIES.trainer.extra)
     made = Factories(student, FACTORIES.teacher, trainer)
     run_module.launch = partial(launch, factories=made)  # type: ignore[assignment]
     sys.exit(main(sys.argv[1:]))

@@ -54,6 +54,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Count
         running.until("student/2 is rebuilt")
         running.until("teacher sort/1 is rebuilt")
         until_reported(directory, "teacher/sort/serving", 2)
+        until_reported(directory, "rollout/replicas", 3)
         drain(second.node_id)
         running.until("cluster: rollout shrinks to 1 of 1–4 replicas")
         running.until("cluster: teachers.sort shrinks to 1 of 1–2 replicas")

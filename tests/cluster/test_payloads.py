@@ -17,6 +17,7 @@ from async_opd.accounting.audit import audit
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.payloads.stores import NodeStore, NodeStores
 from async_opd.core.errors import StageError
+from tests.cluster.simulated import HURRY
 from tests.cluster.test_run import Run, Running
 from tests.world.ray_cluster import ray_cluster
 
@@ -94,13 +95,16 @@ async def test_a_store_that_dies_has_lost_its_payloads_and_another_one_is_opened
 
 TEACHERS = "cluster.resources={teachers.sort: [teacher], teachers.reverse: [teacher]}"
 SIMULATED = [
-    "train={steps: 60, batch_size: 16}",
+    "train={steps: 200, batch_size: 16}",
     "eval={every: 0, before: false, teachers: false}",
     "data.eval=[]",
     "sync={verify_every: 0}",
     "rollout.n=1",
     "queue.payloads=reference",
     "cluster.device=cpu",
+    "plan.train.overhead_s=1",
+    "checkpoint.every=null",
+    "checkpoint.every_steps=2",
     TEACHERS,
 ]
 
@@ -119,7 +123,6 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Run:
     teachers = {**NODE, "resources": {"teacher": 1}}
     with pytest.MonkeyPatch.context() as patch, ray_cluster(NODE, teachers, joined=False) as made:
         patch.setenv("PYTHONPATH", os.getcwd())  # for the simulated engines
-        patch.setenv("STEP_S", "0.5")
         running = Running(
             tmp_path_factory.mktemp("runs") / "lost",
             *SIMULATED,
@@ -130,6 +133,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Run:
         until_scored(running.directory)
         made.remove_node(second(made), allow_graceful=False)
         made.add_node(**teachers)
+        (running.directory / HURRY).touch()
         return running.end()
 
 
@@ -140,4 +144,4 @@ def test_what_a_lost_node_had_is_scored_again_and_everything_is_trained_once(los
     assert "samples are scored again: their scores" in log
     found = audit(str(lost.directory))
     assert (found.lost, found.duplicated, found.dead_lettered) == ((), (), ())
-    assert len(found.trained) == len(set(found.trained)) == 60 * 16
+    assert len(found.trained) == len(set(found.trained)) == 200 * 16

@@ -4,45 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray.cluster_utils import Cluster
 
 from async_opd.cluster.session import TOO_SLOW
 
+Started = TypeVar("Started")
+
 STARTS = 5
 
 
+class PatientCluster(Cluster):  # type: ignore[misc]
+    """Starts a node again where Ray's processes were too slow for each other."""
+
+    def add_node(self, wait: bool = True, **node: Any) -> Any:
+        """See Cluster."""
+        add = partial(super().add_node, wait, **node)
+        return started(add, undo=lambda: None)  # the driver stays connected
+
+
 @contextmanager
-def ray_cluster(*nodes: dict[str, Any], joined: bool = True) -> Iterator[Cluster]:
+def ray_cluster(*nodes: dict[str, Any], joined: bool = True) -> Iterator[PatientCluster]:
     """A cluster of these nodes, the head first, which this process has ``joined``."""
-    clusters: list[Cluster] = []
-
-    def start() -> None:
-        clusters.append(Cluster())
-        for node in nodes:
-            clusters[-1].add_node(**node)
-        if joined:
-            ray.init(address=clusters[-1].address, log_to_driver=False)
-
+    cluster = PatientCluster()
     try:
-        started(start)
-        yield clusters[-1]
+        for node in nodes:
+            cluster.add_node(**node)
+        if joined:
+            ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
     finally:
         ray.shutdown()
-        for cluster in clusters:
-            cluster.shutdown()
+        cluster.shutdown()
 
 
-def started(start: Callable[[], object]) -> None:
-    """Calls ``start`` again while it is too slow, as ``ray_session`` does."""
+def started(start: Callable[[], Started], undo: Callable[[], object] = ray.shutdown) -> Started:
+    """What ``start`` returns; called again while it is too slow, as ``ray_session`` does."""
     for _ in range(STARTS - 1):
         try:
-            start()
-            return
+            return start()
         except Exception as error:
-            if TOO_SLOW not in str(error):
+            if TOO_SLOW not in str(error) and not isinstance(error, TimeoutError):
                 raise
-            ray.shutdown()
-    start()
+            undo()
+    return start()
