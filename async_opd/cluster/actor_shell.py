@@ -154,6 +154,7 @@ class ActorShell:
         made = getattr(imported(module), name)(*args)
         self._object = await made if inspect.isawaitable(made) else made
         await asyncio.to_thread(yield_to_starting)
+        gc.freeze()  # it lives as long as the process: no later collection has to walk it
         self._built.set()
 
     async def call(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
