@@ -10,6 +10,7 @@ one can be ended, and its cable cut. Needs root and the commands in ``NEEDED``.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -87,8 +88,10 @@ class Machine:
         """Plugs its cable in again."""
         ip("-n", self.switch, "link", "set", self.cable, "up")
 
-    def start_ray(self, head: Machine | None = None) -> str:
+    def start_ray(self, head: Machine | None = None, has: str = "ray") -> str:
         """Starts Ray, as the head or as a node of its cluster; the head's address.
+
+        ``has`` is a custom resource of the machine.
 
         Again where a raylet was too slow for its agent.
         """
@@ -98,7 +101,8 @@ class Machine:
             role = ("--head", "--port", str(PORT), "--include-dashboard", "false")
         sizes = ("--num-cpus", "2", "--object-store-memory", str(100 << 20))
         program = str(Path(sys.executable).with_name("ray"))
-        ray = (program, "start", *role, *sizes, "--disable-usage-stats")
+        own = ("--resources", json.dumps({has: 1}))
+        ray = (program, "start", *role, *sizes, *own, "--disable-usage-stats")
         for _ in range(STARTS):
             command = (*self.inside, *ray, "--node-ip-address", self.address)
             started = subprocess.run(command, capture_output=True, text=True, cwd=self.folder)
