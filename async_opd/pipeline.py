@@ -42,7 +42,7 @@ from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_runs import EvaluationRuns, Evaluations
 from async_opd.observability.activity import admitted, traced
 from async_opd.observability.metering import Metering
-from async_opd.observability.run_log import EventForwarder
+from async_opd.observability.run_log import LAST_EVENTS_S, EventForwarder
 from async_opd.observability.stall import NO_TOKEN, StallDetector, teachers_s
 from async_opd.waiting.deadline import endless
 from async_opd.waiting.reading_thread import ReadingThread
@@ -145,9 +145,9 @@ class Pipeline:
                 for task in loops:
                     task.cancel()
         except ExceptionGroup as errors:
-            await self._events.forward_last(
-                self.stages.rollouter, self.stages.scorer, self.stages.queue
-            )
+            stages = self.stages.rollouter, self.stages.scorer, self.stages.queue
+            with self._waits.on("the last events of the stages", LAST_EVENTS_S):
+                await self._events.forward_last(*stages)
             raise first_cause(errors) from errors
 
     @property

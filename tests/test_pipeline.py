@@ -21,6 +21,7 @@ from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout, VersionS
 from async_opd.core.stages import DEAD, SCORED, SamplingSpec
 from async_opd.grading.graders import GradeError
 from async_opd.observability.metric_catalogue import unknown
+from async_opd.waiting.waits import Waits
 from tests.conftest import make_rollout
 from tests.properties import examples
 from tests.world.clock import ManualTimer, Pace, Straggling, settle
@@ -220,6 +221,52 @@ async def test_a_rollouter_that_is_gone_hides_no_last_events_of_the_scorer(
     with pytest.raises(NoReplica):
         await run.run(5)
     assert any(line.startswith("teacher a/0 is gone for good") for line in run.log.lines)
+
+
+async def test_last_events_are_asked_of_all_stages_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, asked, all_asked = world(), set[int](), asyncio.Event()
+    teacher_dies(run)
+    stages = (run.rollouter, run.scorer, run.queue)
+    for at, stage in enumerate(stages):
+
+        async def together(
+            seen: int, wait: bool = True, at: int = at, events: Any = stage.events
+        ) -> Any:
+            if wait:
+                return await never(seen)
+            asked.add(at)
+            if len(asked) == len(stages):
+                all_asked.set()
+            await all_asked.wait()
+            return await events(seen, wait)
+
+        monkeypatch.setattr(stage, "events", together)
+    with pytest.raises(NoReplica):
+        await run.run(5)
+    assert any(line.startswith("teacher a/0 is gone for good") for line in run.log.lines)
+
+
+async def test_a_failing_run_that_waits_for_last_events_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, timer, asked = world(replicas=1), ManualTimer(), asyncio.Event()
+    student_dies(run)
+
+    async def hangs(seen: int, wait: bool = True) -> Events:
+        if not wait:
+            asked.set()
+        return await never(seen)
+
+    monkeypatch.setattr(run.scorer, "events", hangs)
+    run.rewire(waits=Waits(run.log.message, timer, timer.clock))
+    async with asyncio.TaskGroup() as group:
+        ending = group.create_task(run.run(5))
+        await asked.wait()
+        await timer.passes(10)
+        ending.cancel()
+    assert run.log.lines[-1].startswith("waiting for the last events of the stages (")
 
 
 async def test_a_scorer_that_does_not_answer_holds_up_no_failing_run(

@@ -43,6 +43,7 @@ from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.observability.wandb_sink import WandbSink
 from async_opd.processes.output import write_stderr
+from async_opd.waiting.deadline import gather_or_cancel
 from async_opd.waiting.waits import EVERY_S, WAITING, named
 
 METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
@@ -397,7 +398,7 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 LAST_EVENTS_S = 5.0
-"""Seconds that a failing run waits for the last events of a stage that may have died."""
+"""Seconds that a failing run waits for the last events of stages that may have died."""
 Stage = Queue | Rollouter | TeacherScorer
 """A stage that has events."""
 
@@ -416,11 +417,13 @@ class EventForwarder:
 
     async def forward_last(self, *stages: Stage) -> None:
         """Writes the events before the error that ends the run, which may explain it."""
-        for stage in stages:
-            with suppress(AsyncOPDError, TimeoutError):
-                async with asyncio.timeout(LAST_EVENTS_S):
-                    while await self._forward_once(stage, wait=False):
-                        pass
+        await gather_or_cancel(*map(self._forward_rest, stages))  # all may be on a lost machine
+
+    async def _forward_rest(self, stage: Stage) -> None:
+        with suppress(AsyncOPDError, TimeoutError):
+            async with asyncio.timeout(LAST_EVENTS_S):
+                while await self._forward_once(stage, wait=False):
+                    pass
 
     async def _forward_once(self, stage: Stage, wait: bool = True) -> bool:
         """Forwards the next events; whether there were any."""

@@ -40,7 +40,6 @@ SIMULATED = (
     "plan.train.overhead_s=0.5",
 )
 """A step takes half a second, until there is the file ``HURRY``."""
-WAITS = ("waiting for", "is lost", "is ejected", "is being rebuilt")
 CUT_S = 20
 SILENCE_S = 30
 """Lines come every 10 s; here beside other work. The silences that these replaced took minutes."""
@@ -67,16 +66,13 @@ def start(at: Machine, address: str, run_dir: Path, *overrides: str) -> Running:
 
 
 def silences(run: Run) -> list[tuple[float, str]]:
-    """Seconds from each line that waits for something to the next line or step, and the line."""
+    """Seconds from each line or step to the next one, and the line: a run always waits."""
     lines = (run.directory / "run.log").read_text().splitlines()
     found = [(re.match(r"\d{4}-\S+T\S+", line), line) for line in lines]
     events = [(datetime.fromisoformat(at[0]).timestamp(), line) for at, line in found if at]
     events += [(row["time"], "") for row in run.metrics]
-    return [
-        (after - before, line)
-        for (before, line), (after, _) in itertools.pairwise(sorted(events))
-        if any(word in line for word in WAITS)
-    ]
+    pairs = itertools.pairwise(sorted(events))
+    return [(after - before, line) for (before, line), (after, _) in pairs]
 
 
 def steps(running: Running) -> int:
