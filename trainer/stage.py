@@ -176,10 +176,6 @@ class TrainerStage:
         """See Batcher.drop."""
         return await self._batcher.drop(lost, others)
 
-    async def reach_queue(self) -> None:
-        """Returns when the queue answers, which may be in another process than before."""
-        await self._batcher.queue.stats()
-
     async def save(self, directory: str) -> None:
         """Writes the student to the directory in Hugging Face format."""
         async with self._gathers, self._weights:

@@ -130,6 +130,10 @@ class ActorShell:
         self._lag = self._lag or LoopLag()
         return self._lag.drain()
 
+    async def reach(self, other: Remote) -> None:
+        """Returns when another process answers this one; it may be a later process than before."""
+        await other.reached()
+
     async def block_forever(self) -> None:
         """Never returns: its caller gets an error when the process ends."""
         await asyncio.Event().wait()
@@ -429,6 +433,15 @@ class Remote:
         """Whether its process has an object: a restarted process has none."""
         is_built = self._handle.is_built.remote
         return bool(await self._bounded(is_built, timeout_s, "a state request", LIVENESS_KEY))
+
+    async def reached(self) -> None:
+        """Returns when its process answers, after a restart too. Unbounded."""
+        await self._bounded(self._handle.is_built.remote, math.inf, "a call", "", retry=True)
+
+    async def reach(self, other: Remote, timeout_s: float) -> None:
+        """StageTimeout if its process does not reach another one in time."""
+        reach = partial(self._handle.reach.remote, other)
+        await self._bounded(reach, timeout_s, f"a call to {other.name}", LIVENESS_KEY)
 
     async def end(self) -> StageError:
         """Waits until the current process has died, or cannot be reached any more.

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from async_opd.cluster.actor_shell import START_KEY, Remote
 from async_opd.cluster.proxies import (
@@ -86,6 +86,11 @@ class RollouterActor(SingletonActor):
             what = "connecting the sync group"
             await Deadline(remote.name).within(bound, what, connecting, remedy)
         return rollouter
+
+    @property
+    def engines(self) -> list[Remote]:
+        """The current replicas' processes."""
+        return [cast(StudentProxy, one.student).remote for one in self.replicas if one is not None]
 
     async def build(self) -> None:
         """See SingletonActor. Cancels the orders of an earlier object: the new one repeats them.

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from async_opd.cluster.actor_shell import (
@@ -88,7 +89,7 @@ class SingletonActors:
         async with asyncio.TaskGroup() as group:
             self._reissue = lambda: (
                 group.create_task(reissue()),
-                group.create_task(self._until_the_trainer_reaches_the_queue()),
+                group.create_task(self._until_the_queue_is_reached()),
             )
             group.create_task(self.members.run())
             group.create_task(self.rollouter.supply())
@@ -113,21 +114,43 @@ class SingletonActors:
         prefix = "" if error.stage == TRAINER else f"{error.stage}: "
         raise ProcessDied(TRAINER, prefix + error.cause, error.remedy) from error
 
-    async def _until_the_trainer_reaches_the_queue(self) -> None:
-        """Raises ProcessDied if its first rank does not reach the queue's new process in time.
+    async def _until_the_queue_is_reached(self) -> None:
+        """Ends processes that do not reach the queue's new process in time.
 
         One whose machine was cut off when Ray published where that is learns it five minutes later,
-        by Ray's keepalive: its calls wait until then. A new process of the trainer asks at once.
+        by Ray's keepalive: its calls wait until then. A new process asks at once. Raises
+        ProcessDied for one of the trainer.
         """
+
+        def dies(error: StageError) -> NoReturn:
+            raise ProcessDied(TRAINER, error.cause, error.remedy) from error
+
+        def is_killed(engine: Remote, error: StageError) -> None:
+            self.notify(str(error))
+            engine.kill()  # its stage rebuilds it
+
+        _, *others = self.members.all
+        lost: list[tuple[Remote, Callable[[StageError], object]]] = [
+            *((rank, dies) for rank in self.trainer.ranks),
+            *(
+                (one.value.remote, partial(self.members.fail, one, one.incarnation))
+                for one in others
+            ),
+            *((engine, partial(is_killed, engine)) for engine in self.rollouter.engines),
+        ]
+        await gather_or_cancel(*(self._unless_reached(*one) for one in lost))
+
+    async def _unless_reached(self, remote: Remote, lost: Callable[[StageError], object]) -> None:
+        """Calls ``lost`` with its error if a process does not reach the queue in time."""
         queue = self.members.all[0]
-        asked = self.trainer.remote.call("reach_queue", timeout_s=self._bound)
+        asked = remote.reach(self.queue.remote, self._bound)
         try:
             with suppress(ProcessDied):  # its own death
                 # The queue's next process is asked for anew: this call would wait for its start.
                 await race(asked, self.members.until(lambda: queue.state is not State.SERVING))
         except StageError as error:
             cause = f"it does not reach the queue's new process: {error}"
-            raise ProcessDied(TRAINER, cause, error.remedy) from error
+            lost(StageTimeout(remote.name, cause, error.remedy))
 
     async def _rebuilt(self, member: Member[SingletonActor]) -> SingletonActor:
         """Rebuilds a member in a process that Ray has started already."""

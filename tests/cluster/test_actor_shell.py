@@ -99,6 +99,17 @@ class TestRemote:
         with pytest.raises(StageError, match="victim: its process died during die"):
             await (await built()).call("die")
 
+    async def test_a_process_reaches_another_one_before_and_after_its_restart(
+        self, victim: Remote
+    ) -> None:
+        other = Remote.create("other", timeout_s=30, restarts=True)
+        await victim.reach(other, 60)
+        other.restart()
+        await victim.reach(other, 60)
+        other.kill()
+        with pytest.raises(StageError, match="other: its process died"):
+            await victim.reach(other, 60)
+
     async def test_children_of_a_process_without_the_drivers_path_import_torchvision(
         self, victim: Remote
     ) -> None:

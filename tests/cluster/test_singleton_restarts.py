@@ -14,7 +14,6 @@ from async_opd.core.errors import (
     ProcessDied,
     ProcessRestarts,
     StageError,
-    StageTimeout,
     first_cause,
 )
 from async_opd.waiting.waits import Waits
@@ -34,6 +33,7 @@ class World:
         others: list[Any] = [FakeProcess(name) for name in ("scorer", "rollouter", "trainer")]
         waits = Waits(self.lines.append)
         config = run_config(supervision=bounds)
+        _, self.rollouter, self.trainer = others
         stages = self.process, *others
         self.singles = SingletonActors(config, self.lines.append, *stages, waits)
 
@@ -76,22 +76,41 @@ async def test_a_process_that_dies_is_built_and_its_content_issued_again(world: 
     ]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 async def test_a_trainer_that_does_not_reach_the_queues_next_process_counts_as_dead(
-    world: World,
+    world: World, rank: int
 ) -> None:
     """It was cut off when Ray published where that is: its calls would wait for minutes."""
-
-    async def lost(method: str, timeout_s: float) -> None:
-        raise StageTimeout("trainer", f"{method} took longer than {timeout_s:g} s")
-
-    trainer: Any = world.singles.trainer
-    trainer.call = lost
+    world.trainer.others = (FakeProcess("trainer/1"),)
+    world.trainer.ranks[rank].cut_off = True
     await world.dies()
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(world.running, 5)
     error = first_cause(caught.value)
     assert isinstance(error, ProcessDied)
     assert (error.stage, "the queue's new process" in error.cause) == ("trainer", True)
+
+
+@pytest.mark.parametrize("name", ["scorer", "rollouter"])
+async def test_a_stage_that_does_not_reach_the_queues_next_process_is_built_again(
+    world: World, name: str
+) -> None:
+    stage = world.singles.members[name]
+    stage.value.remote.cut_off = True
+    await world.dies()
+    await asyncio.wait_for(world.singles.members.until(lambda: stage.incarnation == 1), 5)
+    assert any(line.startswith(f"{name} is ejected: {name}: it does not") for line in world.lines)
+
+
+async def test_a_replica_that_does_not_reach_the_queues_next_process_is_ended(
+    world: World,
+) -> None:
+    one, other = world.rollouter.engines = (FakeProcess("student/0"), FakeProcess("student/1"))
+    one.cut_off = True
+    await world.dies()
+    await settle()
+    assert (one.gone, other.gone) == (True, False)
+    assert any(line.startswith("student/0: it does not reach the queue") for line in world.lines)
 
 
 async def test_too_many_restarts_end_it_for_good_with_its_error(world: World) -> None:

@@ -37,6 +37,7 @@ class FakeHandle:
 class FakeProcess:
     """A singleton and its process, the ``number``-th one. ``hangs`` in whatever it is asked.
 
+    One that is ``cut_off`` reaches no other process.
     ``broken`` builds fail; the build of one that ``waits_for`` another lasts until that one dies.
     """
 
@@ -47,6 +48,8 @@ class FakeProcess:
         self.events: list[str] = [] if events is None else events
         self.remote: Any = self
         self.others: tuple[FakeProcess, ...] = ()
+        self.engines: tuple[FakeProcess, ...] = ()
+        self.cut_off = False
         self.number = 1
         self.broken = 0
         self.death = asyncio.Event()
@@ -106,6 +109,12 @@ class FakeProcess:
             raise StageTimeout(self.name, f"{method} took longer than {timeout_s:g} s")
         self.events.append(f"{method} {self.name}")
 
+    async def reach(self, other: FakeProcess, timeout_s: float) -> None:
+        if self.cut_off:
+            raise StageTimeout(
+                self.name, f"a call to {other.name} took longer than {timeout_s:g} s"
+            )
+
     async def hand_over(self, bound: float) -> None:
         await self.call("hand_over", bound)
 
@@ -130,5 +139,5 @@ class FakeProcess:
         """Of the trainer all ranks get other processes."""
         for one in self.ranks:
             one.events.append(f"restart {one.name}")
-            one.hangs = False
+            one.hangs = one.cut_off = False
             one.die()
