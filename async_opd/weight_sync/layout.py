@@ -13,9 +13,10 @@ their tokens lie evenly over the whole vocabulary, which the samples of a task d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
@@ -175,9 +176,9 @@ class WeightMeta:
         """Whether the tensors are adapters of low rank, under PEFT's names, and no weights."""
         return bool(self.names) and all(name.startswith(PEFT_PREFIX) for name in self.names)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor."""
+        """Bytes of each tensor. Both ends ask for them once a tensor: they are counted once."""
         return tuple(
             math.prod(shape) * size for shape, size in zip(self.shapes, self.itemsizes, strict=True)
         )
