@@ -26,6 +26,7 @@ CHANGES: dict[str, Change] = {
     "ignored update": lambda name, weight, first: None,
     "norm left out": first_values("layers.0.post_attention_layernorm"),
     "bias left out": first_values("layers.1.self_attn.v_proj.bias"),
+    "one stale expert": first_values("layers.1.mlp.experts.2.up_proj"),
     "scaled matrix": lambda name, w, first: w * 1.25 if "0.self_attn.o_proj" in name else w,
 }
 """Faults of the engine's loader, below the place where tensors are recorded."""
@@ -46,6 +47,8 @@ QUANTIZED: dict[str, QuantizedChange] = {
 LAYER = "model.layers.1.mlp.gate_up_proj"
 
 
+NONE = "none"
+"""No fault."""
 TRAINERS = ("dropped tensor", "two swapped", "old snapshot", "wrong dtype")
 """Faults of the trainer's end, in ``benchmarks.freshness``."""
 
@@ -130,7 +133,7 @@ class FaultyWorker(FreshnessWorker):
         from rollouter.transports.gloo import GlooReceiver
 
         self._fault = ExitStack()
-        if name in TRAINERS:
+        if name in TRAINERS or name == NONE:
             return
         if name in CHANGES:
             model = type(self.model_runner.get_model())

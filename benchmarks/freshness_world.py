@@ -27,7 +27,7 @@ STEP = 1e-3
 """How far a sync moves each weight."""
 
 
-def make_student(path: Path, family: str = "qwen2") -> Path:
+def make_student(path: Path, family: str = "qwen2", **sizes: int) -> Path:
     """A model with random matrices; norms are 1 and biases 0, as a new model has them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -45,6 +45,7 @@ def make_student(path: Path, family: str = "qwen2") -> Path:
         max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=0.1,
+        **sizes,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path

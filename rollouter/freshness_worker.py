@@ -1,12 +1,11 @@
 """Extensions of vLLM's worker: it reports its weights, and loads the adapter of low rank.
 
-    record_received ──► (transport) ──► model.load_weights ──► layers ──► packed by CPU kernels
-                                          │ each tensor on its way           │ before it is packed
-    received_digests ◄────────────────────┘                                  │
-    loaded_digests ◄── the parameters as they are ◄──────────────────────────┘
+    record_received ──► ChunkEngine ──► model.load_weights ──► layers ──► packed by CPU kernels
+                          │ each tensor on its way                        │ before it is packed
+    received_digests ◄────┘                                               │
+    loaded_digests ◄── the parameters as they are ◄───────────────────────┘
 
-Both kinds of transports give what they received to ``model.load_weights``: ``transports/engine.py``
-and vLLM's own. An update that never reaches it has no digests.
+A tensor that the model's loader never asks for has no digest.
 
     ChunkEngine.adapter ──load_adapter──► slots of vLLM's LoRA layers ──adapter_digests──► proof
     (A and s · B as they came)            (the engine computes with these)
@@ -18,7 +17,7 @@ go on with new weights. A sync that ends makes vLLM drop all adapters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,17 +113,10 @@ class FreshnessWorker(AdapterWorker):
 
     def record_received(self) -> None:
         """Records the tensors of the next update, until ``received_digests``."""
-        model = self.model_runner.get_model()
         if not hasattr(self, "_packed"):
             self._packed = Digests(torch)
-            self._record_packing(model)
-        load = type(model).load_weights
-        self._received = received = Digests(torch)
-
-        def recorded(weights: Iterable[tuple[str, torch.Tensor]], **options: Any) -> Any:
-            return load(model, received.add_all(weights), **options)
-
-        model.load_weights = recorded
+            self._record_packing(self.model_runner.get_model())
+        self.weight_transfer_engine.received = Digests(torch)
 
     def end_update(self) -> None:
         """Ends an update that other workers did not receive, so that the next one can begin."""
@@ -136,11 +128,12 @@ class FreshnessWorker(AdapterWorker):
 
         An adapter is loaded as it was received, after the update.
         """
-        model = self.model_runner.get_model()
-        model.__dict__.pop("load_weights", None)
-        for name, tensor in self.weight_transfer_engine.adapter.items():
-            self._received.add(name, tensor)
-        return self._received.values()
+        engine = self.weight_transfer_engine
+        received: Digests = engine.received
+        engine.received = None
+        for name, tensor in engine.adapter.items():
+            received.add(name, tensor)
+        return received.values()
 
     def loaded_digests(self) -> dict[str, str]:
         """Digests of the model's parameters, by name.

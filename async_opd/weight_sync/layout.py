@@ -26,6 +26,8 @@ from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.uid import Uid, rollout_uid
 
+EXPERT, BESIDE = "*", "+"
+"""In the name of all experts of a layer: the number of one, and between tensors of each."""
 PEFT_PREFIX = "base_model.model."
 """The prefix of adapters' tensors, in PEFT's files and in weight syncs."""
 LENGTHS = (2, 5, 13, 33, 75)
@@ -156,6 +158,7 @@ def _finite(values: Float32) -> bool:
 class WeightMeta:
     """Names, dtypes (``bfloat16``) and shapes of the tensors, in the order they are sent.
 
+    All experts of a layer are one tensor under the name of ``experts_together``.
     ``digests`` are those of the tensors (``async_opd.weight_sync.digests``); ``reference`` is there
     if replicas are compared with the trainer after this sync. ``frozen`` names the student's
     tensors that are never sent: those of a frozen tower or projector. ``quantized`` are digests of
@@ -187,6 +190,35 @@ class WeightMeta:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(self.sizes)
+
+
+def experts_together(names: Sequence[str]) -> str:
+    """The name of a tensor [experts, rows, columns] of those of expert 0, one above the other.
+
+    ``experts.0.gate_proj.weight`` and ``experts.0.up_proj.weight`` are together
+    ``experts.*.gate_proj.weight+up_proj.weight``. An empty text if no tensor can have them all.
+    """
+    parts = [name.rpartition(".0.") for name in names]
+    if len({module for module, _, _ in parts}) != 1 or not parts[0][1]:
+        return ""
+    return f"{parts[0][0]}.{EXPERT}." + BESIDE.join(rest for _, _, rest in parts)
+
+
+def tensors_of_an_expert(name: str) -> list[str]:
+    """The names of the tensors of one expert, without its own; of any other tensor nothing."""
+    return name.partition(f".{EXPERT}.")[2].split(BESIDE) if f".{EXPERT}." in name else []
+
+
+def experts_apart(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The tensors by name, those of each expert under its checkpoint names: views, no copies."""
+    for name, tensor in weights:
+        if not (parts := tensors_of_an_expert(name)):
+            yield name, tensor
+            continue
+        module = name.partition(f".{EXPERT}.")[0]
+        for number, expert in enumerate(tensor.unbind()):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{module}.{number}.{part}", rows
 
 
 def chunk_plan(sizes: Sequence[int], chunk_bytes: int) -> list[range]:

@@ -7,6 +7,9 @@ vLLM loads ``register`` in every one of its processes (entry point ``vllm.genera
                             receive, unpack, load       │ every sync
     finish_weight_update    finish the reload           ┘
 
+    experts.*.gate_proj.weight+up_proj.weight  ──one digest──► views ──► experts.0.gate_proj.weight
+    [experts, rows of both, columns]                                     experts.0.up_proj.weight …
+
 An engine on a CPU receives all chunks (``Receiver.staged``) before the first is loaded: a transfer
 that breaks off half-way leaves the old weights as they were. For an engine on a GPU each chunk is
 loaded when it comes, also one in host memory, where every worker would hold the whole model: an
@@ -33,7 +36,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from async_opd.models.lm_head import pack_again
 from async_opd.processes.own_settings import set_parent_death_signal_in_child
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
+from async_opd.weight_sync.digests import Digests
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan, experts_apart
 from rollouter.transports.chunks import BACKEND, Receiver, SecondsLeft
 
 Chunk = tuple[range, torch.Tensor]
@@ -70,6 +74,8 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
     update_info_cls = ChunkUpdateInfo
     adapter: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The adapter that was received last; empty in engines that get whole weights."""
+    received: Digests | None = None
+    """Takes the tensors as they came, on their way to the model's loader, if it is given."""
     _receiver: Receiver | None = None
     _at: Rendezvous
 
@@ -140,8 +146,11 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
 
     def _load(self, meta: WeightMeta, chunk: range, buffer: torch.Tensor) -> Exception | None:
         """Loads the tensors of a chunk; returns the error if it fails."""
+        weights = _unpacked(meta, chunk, buffer)
+        if self.received is not None:
+            weights = self.received.add_all(weights)
         try:
-            self.model.load_weights(_unpacked(meta, chunk, buffer))
+            self.model.load_weights(experts_apart(weights))
         except Exception as error:
             return error
         return None

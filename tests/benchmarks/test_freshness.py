@@ -57,6 +57,41 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return asyncio.run(run())
 
 
+@pytest.fixture(scope="module")
+def of_a_mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Reasons by fault; syncs change nothing that its log-probabilities show."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    path = make_student(tmp_path_factory.mktemp("mixture"), "qwen3_moe", **sizes)
+
+    async def run() -> dict[str, str]:
+        async with world(path, "float32") as w:
+            await w.push()
+            faults = ("one stale expert", "truncated chunk", "none")
+            return {fault: await caught(w, fault, step=1e-8) for fault in faults}
+
+    return asyncio.run(run())
+
+
+def test_one_stale_expert_of_a_layer_is_found_by_the_digest_of_all(
+    of_a_mixture: dict[str, str],
+) -> None:
+    reason = of_a_mixture["one stale expert"]
+    assert "computes with other weights than were sent" in reason
+    assert "layers.1.mlp.experts" in reason
+    assert "w13_weight" in reason
+    assert "layers.0" not in reason
+
+
+def test_experts_that_came_otherwise_than_they_were_sent_are_found(
+    of_a_mixture: dict[str, str],
+) -> None:
+    assert "was given other tensors than the trainer sent" in of_a_mixture["truncated chunk"]
+
+
+def test_a_mixture_with_the_experts_that_were_sent_is_fresh(of_a_mixture: dict[str, str]) -> None:
+    assert of_a_mixture["none"] == ""
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_within_one_sync(found: Found, fault: str) -> None:
     assert fault in found.reasons

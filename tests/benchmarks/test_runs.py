@@ -54,6 +54,7 @@ CASES = {
     "chaos": Case("--minutes 0.3 --every 10 --out {}", "runs"),
     "checkpoint": Case("--layers 1 --rounds 1"),
     "episodes": Case("--episodes 64"),
+    "expert_sync": Case("--layers 1 --experts 2 --repeats 1", "runs"),
     "freshness": Case(
         "{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16 fp8_per_channel", "engines"
     ),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from async_opd.weight_sync.layout import experts_apart, experts_together
 from trainer.student.fake_quantization import GRIDS, fake_quantized, rounded
 
 ROW = "model.layers.0.mlp.up_proj.weight"
@@ -130,3 +133,13 @@ def test_the_feed_forward_gate_of_a_layer_is_no_router() -> None:
     name = "model.layers.0.mlp.gate_proj.weight"
     sent = dict(fake_quantized(iter([(name, matrix())]), "int2_group32"))
     assert not torch.equal(sent[name], matrix())
+
+
+@pytest.mark.parametrize("scheme", GRIDS)
+def test_experts_that_are_sent_together_are_rounded_as_each_matrix_by_itself(scheme: Any) -> None:
+    names = [f"mlp.experts.0.{kind}_proj.weight" for kind in ("gate", "up")]
+    together = [(experts_together(names), torch.randn(3, 2 * 40, 48))]
+    apart = dict(fake_quantized(experts_apart(together), scheme))
+    found = dict(experts_apart(fake_quantized(iter(together), scheme)))
+    assert found.keys() == apart.keys()
+    assert all(torch.equal(found[name], apart[name]) for name in apart)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from async_opd.config.sections.train import TrainConfig
+from async_opd.weight_sync.layout import experts_apart
 from tests.trainer.families import made
 from tests.trainer.models import new_rank, random_sample
 from tests.trainer.ranks import mesh_of, on_ranks
@@ -38,7 +39,7 @@ def rank_of(spec: RankSpec | None, tokens: int = 16, **settings: Any) -> Rank:
 def found_by(learner: Learner) -> dict[str, Any]:
     """Metrics of two steps, and the weights that engines get after them."""
     metrics = [learner.train_batch(BATCH).metrics for _ in range(2)]
-    return {"metrics": metrics, "weights": dict(learner.named_weights())}
+    return {"metrics": metrics, "weights": dict(experts_apart(learner.named_weights()))}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_several_ranks_train_a_mixture_as_one_does(ranks: int, alone: dict[str, 
 
 
 def test_a_step_changes_experts_and_routers(alone: dict[str, Any]) -> None:
-    before = dict(Learner(rank_of(None)).named_weights())
+    before = dict(experts_apart(Learner(rank_of(None)).named_weights()))
     part = "model.layers.1.mlp"
     names = [f"{part}.experts.{i}.{m}_proj" for i in range(3) for m in ("gate", "up", "down")]
     for name in [f"{part}.gate", *names]:

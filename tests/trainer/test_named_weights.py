@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_opd.weight_sync.layout import experts_apart
 from tests.trainer import families
 from tests.trainer.models import tiny_model
 from trainer.student.named_weights import _full, _layers_of, named_weights
@@ -49,6 +50,47 @@ def test_weights_are_those_of_the_checkpoint(build: Any, tmp_path: Path) -> None
     published = dict(named_weights(model, torch.float32))
     assert published.keys() == written.keys()
     assert all(torch.equal(published[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_engines_get_the_same_tensors_once_experts_are_apart(build: Any) -> None:
+    model = build()
+    published = dict(named_weights(model, torch.float32))
+    sent = dict(experts_apart(named_weights(model, torch.float32, changing=True)))
+    assert sent.keys() == published.keys()
+    assert all(torch.equal(sent[name], published[name]) for name in sent)
+
+
+@pytest.mark.parametrize(("build", "layer"), [(mixture, 0), (corrected_mixture, 1)])
+def test_all_experts_of_a_layer_are_sent_as_the_models_own_tensors(build: Any, layer: int) -> None:
+    model = build()
+    sent = dict(named_weights(model, torch.float32, copied=False, changing=True))
+    experts, part = model.model.layers[layer].mlp.experts, f"model.layers.{layer}.mlp.experts"
+    own = {
+        f"{part}.*.gate_proj.weight+up_proj.weight": experts.gate_up_proj,
+        f"{part}.*.down_proj.weight": experts.down_proj,
+    }
+    assert {name for name in sent if ".experts." in name} == own.keys()
+    assert all(sent[name].data_ptr() == tensor.data_ptr() for name, tensor in own.items())
+
+
+@pytest.mark.parametrize("other", ["transposed", "refused"])
+def test_experts_that_are_converted_otherwise_are_sent_one_by_one(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import core_model_loading
+
+    revert = core_model_loading.revert_weight_conversion
+
+    def otherwise(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if other == "refused" and any(one.dtype == torch.int64 for one in tensors.values()):
+            raise ValueError("it takes weights only")
+        made = revert(model, tensors)
+        return {n: t.t().contiguous() if ".experts." in n else t for n, t in made.items()}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", otherwise)
+    sent = dict(named_weights(mixture(), torch.float32, changing=True))
+    assert {f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in range(2)} <= sent.keys()
 
 
 @pytest.mark.parametrize("build", BUILDS)

@@ -14,7 +14,7 @@ from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import ProcessDied, StageError, WeightSyncError
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
-from async_opd.weight_sync.layout import WeightMeta, chunk_plan
+from async_opd.weight_sync.layout import WeightMeta
 from tests.world.clock import settle
 from tests.world.sync import META, Receiver, Sender
 
@@ -387,19 +387,6 @@ def test_whatever_fails_everybody_left_generates_with_the_new_version(
         assert all(parts[i] not in ("", "abort", "half") for i in lost(weights))
 
     asyncio.run(body())
-
-
-def test_chunks_cover_every_tensor_once_in_order() -> None:
-    plan = chunk_plan([5, 5, 20, 1, 1, 9], 10)
-    assert plan == [range(2), range(2, 3), range(3, 5), range(5, 6)]
-    assert chunk_plan([], 10) == []
-
-
-def test_the_bytes_of_tensors_are_counted_once() -> None:
-    """Each end asks for them once a tensor: a mixture's 18,432 took minutes."""
-    meta = WeightMeta(("a", "b"), ("float32", "bfloat16"), ((2, 3), (5,)), (4, 2))
-    assert meta.sizes == (24, 10)
-    assert meta.sizes is meta.sizes
 
 
 class TestEvaluators:

@@ -72,6 +72,31 @@ def test_a_joined_parameter_has_to_follow_its_tensors(prefix: str) -> None:
     assert learned.wrong({place: digests(w=half)["w"]}, digests(**later)) == [prefix + QKV]
 
 
+@pytest.mark.parametrize("prefix", ["", PACKED])
+def test_one_expert_of_a_layer_that_stayed_is_found(prefix: str) -> None:
+    """Engines keep all experts of a layer as the trainer has them, under a name of their own."""
+    name = "l.0.mlp.experts.*.gate_proj.weight+up_proj.weight"
+    place = (0, f"{prefix}l.0.mlp.experts.routed_experts.w13_weight")
+    first, later = torch.randn(4, 6, 5), torch.randn(4, 6, 5)
+    learned = LearnedParameters()
+    learned.learn({place: digests(w=first)["w"]}, SentTensors(digests(**{name: first})))
+    assert learned.sources == {place: (name,)}
+    sent = digests(**{name: later})
+    assert learned.wrong({place: digests(w=later)["w"]}, sent) == []
+    stale = later.clone()
+    stale[2, :3] = first[2, :3]
+    assert learned.wrong({place: digests(w=stale)["w"]}, sent) == [place[1]]
+
+
+def test_divided_experts_have_to_change_with_what_is_sent_for_their_module() -> None:
+    """Those of one worker of several, of which none is a sent tensor."""
+    name = "l.0.mlp.experts.*.gate_proj.weight+up_proj.weight"
+    first, later = (SentTensors(digests(**{name: torch.randn(4, 6, 5)})) for _ in range(2))
+    for module in ("l.0.mlp.experts", "l.0.mlp.experts.routed_experts"):
+        assert later.changed(f"{module}.w13_weight", set(), first)
+        assert not later.changed(f"{module}.w13_weight", set(), later)
+
+
 def test_a_parameter_that_is_gone_or_whose_tensor_is_not_sent_is_wrong() -> None:
     learned, sent = LearnedParameters(), weights(0)
     found = {(0, OUT): digests(w=sent[OUT])["w"]}

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from async_opd.core.errors import StageError
+from async_opd.weight_sync.layout import tensors_of_an_expert
 
 if TYPE_CHECKING:
     from async_opd.config.precision import FakeQuantization
@@ -75,8 +76,9 @@ def fake_quantized(
             yield name, tensor
         elif tensor.ndim == 2:
             yield name, rounded(tensor, GRIDS[scheme])
-        else:  # stacked experts
-            matrices = tensor.view(-1, *tensor.shape[-2:])
+        else:  # experts, with several matrices of each one above the other
+            beside = len(tensors_of_an_expert(name)) or 1
+            matrices = tensor.view(-1, tensor.shape[-2] // beside, tensor.shape[-1])
             each = torch.stack([rounded(matrix, GRIDS[scheme]) for matrix in matrices])
             yield name, each.view(tensor.shape)
 

@@ -1,18 +1,20 @@
 """The model's weights under the names of its checkpoint, by which the engines load them.
 
 a layer's parameters, buffers ──gather──► transformers' names ──revert conversion──► checkpoint
-the next layer's              ──────►                                                names
+the next layer's              ──────►      │                                          names
+                                           └─ all experts, to engines ──► one tensor, as it is
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from async_opd.weight_sync.layout import experts_apart, experts_together
 from trainer.saving.state import model_state
 from trainer.student.adapters import BASE, LORA, adapter_state, plain_state
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded
@@ -20,6 +22,8 @@ from trainer.vision.parts import vision_parameters
 
 _BY_LAYER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether a model's tensors are converted layer by layer."""
+_EXPERTS: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+"""Names under which engines get all experts of a layer at once, by a model's own names."""
 
 
 def named_weights(
@@ -35,12 +39,15 @@ def named_weights(
     experts of a mixture in memory; here each has its checkpoint name. Of a sharded model every
     other rank joins the gather (``Rank.join_gather``), and the full weights of one layer are in
     memory at a time: a block, or a module outside of them. Without ``copied`` a tensor is valid
-    until the next one is asked for, and may be the model's own. ``changing``: see ``sent_state``.
+    until the next one is asked for, and may be the model's own.
+
+    ``changing``: what engines are sent, see ``sent_state``, with the experts of a layer as
+    transformers has them. ``weight_sync.layout.experts_apart`` gives their checkpoint names.
     """
     layer_of = _layers_of(model)
-    state = sent_state(model) if changing else plain_state(model)
-    for _, layer in groupby(state, lambda named: layer_of(named[0])):
-        yield from _reverted(model, layer, dtype, copied)
+    state, together = (sent_state, _experts(model)) if changing else (plain_state, {})
+    for _, layer in groupby(state(model), lambda named: layer_of(named[0])):
+        yield from _reverted(model, layer, dtype, copied, together)
 
 
 def sent_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,9 +79,13 @@ def _frozen_parameters(model: Any) -> set[str]:
 
 
 def _reverted(
-    model: Any, layer: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, copied: bool
+    model: Any,
+    layer: Iterator[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+    copied: bool,
+    together: Mapping[str, str],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a layer under their checkpoint names."""
+    """The tensors of a layer under their checkpoint names; those ``together`` as they are."""
     from transformers.core_model_loading import revert_weight_conversion
 
     full = {
@@ -83,7 +94,36 @@ def _reverted(
         )
         for name, tensor in layer
     }
+    experts = [(together[name], full.pop(name)) for name in [*full] if name in together]
     yield from revert_weight_conversion(model, full).items()
+    yield from experts
+
+
+def _experts(model: Any) -> dict[str, str]:
+    """The names of tensors [experts, rows, columns] on their way to engines, by the model's own.
+
+    Those whose conversion is proven, on small numbers, to be that of ``experts_apart``. Others,
+    such as transposed ones, are converted by transformers.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if model not in _EXPERTS:
+        _EXPERTS[model] = found = {}
+        for name, tensor in model_state(model):
+            if tensor.ndim != 3:
+                continue
+            numbers = torch.arange(len(tensor) * 60).view(len(tensor), 12, 5)
+            try:
+                made = revert_weight_conversion(model, {name: numbers})
+            except (RuntimeError, ValueError):
+                continue  # it takes no numbers of these sizes, or no tensor by itself
+            together = experts_together([*made][:: len(tensor)])
+            apart = dict(experts_apart([(together, numbers)])) if together else {}
+            if apart.keys() == made.keys() and all(
+                torch.equal(apart[one], made[one]) for one in made
+            ):
+                found[name] = together
+    return _EXPERTS[model]
 
 
 def adapter_weights(
