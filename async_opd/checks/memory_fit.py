@@ -17,7 +17,13 @@ from async_opd.checks.gpu_memory import beside, host_of, share_of
 from async_opd.checks.resources import gpu_bytes, guests_of, pools, section_of
 from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
-from async_opd.memory.defaults import cache_bytes, needed_tokens, with_lengths, with_recomputation
+from async_opd.memory.defaults import (
+    cache_bytes,
+    needed_tokens,
+    with_compiled_layers,
+    with_lengths,
+    with_recomputation,
+)
 from async_opd.memory.pools import (
     EVAL,
     GIB,
@@ -115,6 +121,7 @@ def with_defaults(config: RunConfig, device: Device) -> RunConfig:
     machine = this_machine(config, device)
     config = resolved(with_lengths(config), device)
     try:
+        config = with_compiled_layers(config, machine)
         return with_recomputation(config, machine, beside(config, "train", machine.sizes))
     except ModelError:  # its weights are not on this machine
         return config

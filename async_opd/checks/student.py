@@ -52,7 +52,7 @@ def _of_vlm(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         why = "ranks share rows by tokens, and the tokens of an image come from one tower"
         message = f"found {train.context_parallel} {vlm}: {why}"
         yield "train.context_parallel", message, "1"
-    if train.compile:
+    if train.compile is True:
         message = f"found true {vlm}: compiled towers were not compared with eager ones"
         yield "train.compile", message, "false"
     if train.lora is not None and train.lora.sync == "adapter":
@@ -103,7 +103,7 @@ def check_routing(
 
     ``student``: its files, if they could be read.
     """
-    if config.train.compile and student is not None and mixture(student.path):
+    if config.train.compile is True and student is not None and mixture(student.path):
         message = "true: the experts of a mixture have not been shown to compile"
         found.add("train.compile", message, "false")
     if config.train.routing == "own":

@@ -2,6 +2,7 @@
 
 data.max_prompt_tokens, responses ──► engine.max_model_len
 peak of a rank's step, GPU        ──► train.gradient_checkpointing
+device, kind of student           ──► train.compile
 """
 
 from __future__ import annotations
@@ -87,6 +88,23 @@ def with_recomputation(config: RunConfig, machine: Machine, beside: int) -> RunC
         if sum(peak(step_of(made, machine)).values()) + beside <= NEAR_FULL * machine.total:
             break
     return made
+
+
+def with_compiled_layers(config: RunConfig, machine: Machine) -> RunConfig:
+    """The config with compiled decoder layers on GPUs, by ``train.compile: auto``, or without.
+
+    Without them for a mixture, a VLM student, rows that ranks share and replayed routing:
+    such layers were not compared with eager ones, or cannot be one graph. ModelError.
+    """
+    train = config.train
+    if train.compile != "auto":
+        return config
+    chosen = machine.device == "cuda" and train.context_parallel == 1 and train.routing == "own"
+    if chosen:
+        student = machine.sizes(config.student.model)
+        chosen = not student.experts and student.tower is None and student.recomputable
+    made = train.model_copy(update={"compile": chosen})
+    return config.model_copy(update={"train": made})
 
 
 def cache_bytes(config: RunConfig, name: str, machine: Machine) -> tuple[int, int]:

@@ -166,7 +166,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
         responses=tokens,
         half=train.dtype == "bfloat16" or (train.dtype == "auto" and device == "cuda"),
         recompute=wanted,
-        mask=train.attention == "sdpa" or (train.compile and device == "cpu"),
+        mask=train.attention == "sdpa" or (train.compile is True and device == "cpu"),
         trained=trained,
         still=still,
         vision_frozen=size.tower is not None and still == size.tower.entries,

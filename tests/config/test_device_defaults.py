@@ -93,19 +93,34 @@ def test_the_run_keeps_what_its_device_had(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [
-        ("", ["gradient_checkpointing: auto", "max_num_batched_tokens: 2048", "max_num_seqs: 64"]),
+        (
+            "",
+            [
+                "compile: false",
+                "gradient_checkpointing: auto",
+                "max_num_batched_tokens: 2048",
+                "max_num_seqs: 64",
+            ],
+        ),
         (
             "0,1,2,3",
-            ["gradient_checkpointing: auto", "max_num_batched_tokens: 8192", "max_num_seqs: 256"],
+            [
+                "compile: true",
+                "gradient_checkpointing: auto",
+                "max_num_batched_tokens: 8192",
+                "max_num_seqs: 256",
+            ],
         ),
     ],
 )
-def test_check_shows_what_auto_is_for_the_engines(
+def test_check_shows_what_auto_is(
     gpus: str, expected: list[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     lines = {line.strip() for line in cli("check", EXAMPLE, *FEW).out.splitlines()}
-    shown = sorted(one for one in lines if one.startswith((*KEYS, "gradient_checkpointing")))
+    shown = sorted(
+        one for one in lines if one.startswith((*KEYS, "gradient_checkpointing", "compile:"))
+    )
     assert shown == expected
 
 

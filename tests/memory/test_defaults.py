@@ -1,4 +1,4 @@
-"""Defaults that follow from the models: lengths of engines, what a rank recomputes."""
+"""Defaults that follow from the models: lengths of engines, layers of ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ import pytest
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EngineTeacher
-from async_opd.memory.defaults import NEAR_FULL, with_lengths, with_recomputation
+from async_opd.memory.defaults import (
+    NEAR_FULL,
+    with_compiled_layers,
+    with_lengths,
+    with_recomputation,
+)
 from async_opd.memory.pools import GIB, Machine, cached_numbers, step_of
 from async_opd.memory.step import peak
-from async_opd.models.model_size import ModelSize
+from async_opd.models.engine_args import Device
+from async_opd.models.model_size import ModelSize, Tower
 from tests.world.config import run_config
 
 SIZES = {
@@ -111,6 +117,30 @@ def test_auto_stays_where_the_memory_is_not_known_or_nothing_can_be_recomputed()
         Machine("cuda", 80 * GIB, fixed.__getitem__),
     ):
         assert with_recomputation(made, machine, GIB) == made
+
+
+@pytest.mark.parametrize(
+    ("device", "student", "train", "compiled"),
+    [
+        ("cuda", {}, {}, True),
+        ("cuda", {}, {"lora": {}}, True),
+        ("cuda", {}, {"ranks": 4, "replicate": 2, "offload": "parameters"}, True),
+        ("cpu", {}, {}, False),
+        ("cuda", {"experts": 8}, {}, False),
+        ("cuda", {"tower": Tower(10, 4, 4, 2, 2, 4)}, {}, False),
+        ("cuda", {"recomputable": False}, {}, False),
+        ("cuda", {}, {"ranks": 2, "context_parallel": 2}, False),
+        ("cuda", {"experts": 8}, {"routing": "replay"}, False),
+        ("cpu", {}, {"compile": True}, True),
+        ("cuda", {}, {"compile": False}, False),
+    ],
+)
+def test_layers_are_compiled_on_gpus_where_they_were_compared_with_eager_ones(
+    device: Device, student: dict[str, Any], train: dict[str, Any], compiled: bool
+) -> None:
+    machine = Machine(device, None, {"8": replace(SIZES["8"], **student)}.__getitem__)
+    made = with_compiled_layers(config("8", train=train), machine)
+    assert made.train.compile is compiled
 
 
 def test_an_engine_keeps_of_a_token_what_each_of_its_layers_keeps() -> None:

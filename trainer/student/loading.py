@@ -281,7 +281,7 @@ def fill_student(
     whole = student.whole()
     platform = platform_of(device, in_bfloat16(config.train.dtype, device))
     across, wanted = config.train.context_parallel > 1, config.train.attention
-    if config.train.compile and device.type == "cpu":
+    if config.train.compile is True and device.type == "cpu":
         wanted = "sdpa"  # no graph has a loop over as many sequences as there are in a row
     set_attention(whole, wanted, platform, across)
     if whole is not student.model:

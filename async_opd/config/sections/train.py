@@ -164,10 +164,10 @@ class TrainConfig(Section):
     ranks: Count = 1
     """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
     sharded over them (FSDP2)."""
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     """Has torch compile the student's decoder layers (docs/training.md), which takes up to minutes
     at the start. Layers that cannot be compiled run eagerly, as run.log then says. Not for mixtures
-    of experts."""
+    of experts. ``auto``: on GPUs, where the student and the other keys of this section allow it."""
     reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
     """When several ranks sum their gradients: once a step, for which each has the full gradients in
     float32 meanwhile, or after each micro-batch, which moves them as often. ``auto``: once a step
@@ -214,7 +214,7 @@ class TrainConfig(Section):
             ),
             "'routing' replay: a graph holds no experts of the engine's": self.routing == "replay",
         }
-        if self.compile and any(wrong.values()):
+        if self.compile is True and any(wrong.values()):
             found = "; ".join(name for name, chosen in wrong.items() if chosen)
             raise ValueError(f"'compile' with {found}")
         return self
