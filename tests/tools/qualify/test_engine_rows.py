@@ -1,4 +1,4 @@
-"""The rows of ``qualify`` that start engines run on a CPU: a whole run, and an engine's sleep."""
+"""The rows of ``qualify`` that start engines run on a CPU: a whole run, and an engine alone."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
+ROWS = ("run_shared_memory", "sleep", "worker_fault")
+
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_run_and_a_sleeping_engine_pass_their_rows_on_a_cpu(tmp_path: Path) -> None:
+def test_a_run_a_sleeping_engine_and_one_with_a_fault_pass_their_rows_on_a_cpu(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "report.json"
-    words = ["--gpus", "0", "--out", str(path), "--only", "run_shared_memory,sleep"]
+    words = ["--gpus", "0", "--out", str(path), "--only", ",".join(ROWS)]
     command = [sys.executable, "-m", "async_opd", "qualify", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     rows = json.loads(path.read_text())["rows"]
     outcomes = {name: (row["outcome"], row["why"]) for name, row in rows.items()}
-    assert outcomes == {name: ("passed", []) for name in ("run_shared_memory", "sleep")}
+    assert outcomes == {name: ("passed", []) for name in ROWS}
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,11 +1,14 @@
-"""One engine of the student by ``rollouter.replica``, without a run: speed, and its sleep.
+"""One engine of the student by ``rollouter.replica``, without a run: speed, sleep, a fault.
 
 tokens_per_s  tokens of greedy answers, all at once, after a first round
 start_s       until the engine answers
 asleep_gib    GPU memory of an engine that sleeps; ``awake_gib``: of one that does not; of several
               GPUs, the largest
-same_first    share of the answers that begin after its sleep with the same token as before: later
-              tokens follow one rounding of a kernel
+same_first    share of the answers that begin after its sleep, or the fault, with the same token as
+              before: later tokens follow one rounding of a kernel
+faulty_workers
+              those that answer with a fault: the last one has no memory for a tensor
+in_step       1 if the next call gets every worker's answer to that call
 """
 
 from __future__ import annotations
@@ -15,15 +18,16 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from async_opd.config.sections.engine import EngineConfig
+from async_opd.core.errors import WorkersFailed
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
@@ -37,6 +41,7 @@ from async_opd.tools.qualify.measurements.measuring import (
     without_trainers_allocator,
 )
 from async_opd.tools.qualify.measurements.students import student
+from rollouter.freshness_worker import FreshnessWorker
 
 SIZES = {"cuda": ("qwen3-0.6b", 256, 256), "cpu": ("tiny", 4, 8)}
 """Shape of the student, prompts, and tokens of each answer."""
@@ -50,6 +55,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "twice the tokens": {"max_num_batched_tokens": 16384},
 }
 """Of the engine's section, by the names of cells."""
+
+
+class FailingWorker(FreshnessWorker):
+    """``on_workers`` calls its methods by name."""
+
+    if TYPE_CHECKING:
+        rank: int
+        device: torch.device
+
+    def exhaust(self, failing: int) -> None:
+        """Asks for 2^50 bytes of its device's memory, in the worker of this number only."""
+        if self.rank == failing:
+            torch.empty(1 << 50, dtype=torch.uint8, device=self.device)
+
+    def number(self) -> int:
+        """Its own among the workers."""
+        return self.rank
 
 
 def saved(folder: Path, shape: str) -> str:
@@ -126,13 +148,42 @@ async def sleep(model: str, device: str, workers: int) -> Figures:
             slept, asleep = time.perf_counter(), taken()
             await engine.replica.wake()
             woken = time.perf_counter()
-        pairs = list(zip(before, await engine.answers(), strict=True))
-        same = sum(one[:1] == other[:1] for one, other in pairs) / len(pairs)
+        same = same_first(before, await engine.answers())
         found = {"same_first": same, "sleep_s": slept - started, "wake_s": woken - slept}
         memory = {"awake_gib": awake, "asleep_gib": asleep} if device == "cuda" else {}
         return found | memory
     finally:
         await engine.replica.shutdown()
+
+
+async def fault(model: str, device: str, workers: int) -> Figures:
+    """One worker of several has no memory for a tensor; the engine goes on."""
+    from rollouter import replica
+
+    replica.EXTENSION = f"{__name__}.FailingWorker"  # type: ignore[attr-defined]
+    engine = Engine(model, device, {}, workers)
+    try:
+        await engine.replica.ready()
+        before = await engine.answers()
+        faults: tuple[str, ...] = ()
+        try:
+            await engine.replica._rpc("exhaust", workers - 1)
+        except WorkersFailed as error:
+            faults = error.faults
+        numbers = await engine.replica._rpc("number")
+        return {
+            "faulty_workers": sum(map(bool, faults)),
+            "in_step": float(numbers == list(range(workers))),
+            "same_first": same_first(before, await engine.answers()),
+        }
+    finally:
+        await engine.replica.shutdown()
+
+
+def same_first(before: Sequence[list[int]], after: Sequence[list[int]]) -> float:
+    """The share of answers with the same first token."""
+    pairs = list(zip(before, after, strict=True))
+    return sum(one[:1] == other[:1] for one, other in pairs) / len(pairs)
 
 
 def finished(work: Callable[[], Coroutine[Any, Any, Figures]]) -> Figures:
@@ -141,16 +192,20 @@ def finished(work: Callable[[], Coroutine[Any, Any, Figures]]) -> Figures:
 
 
 def main(report: Report, kind: str) -> None:
-    """Of the kinds ``speed``, ``sleep`` and ``parallel``: sleep of an engine of two workers."""
+    """Of the kinds ``speed``, ``sleep``, ``parallel`` and ``fault``.
+
+    The last two are sleep and a fault of an engine of two workers; on a CPU of one.
+    """
     device = report.device.type
     without_trainers_allocator(report.device)
     os.environ.update(engine_env("cuda" if device == "cuda" else "cpu", trusted=True))
     with tempfile.TemporaryDirectory() as folder:
         model = saved(Path(folder) / "student", SIZES[device][0])
         if kind != "speed":
-            workers = 2 if kind == "parallel" else 1
-            work = partial(sleep, model, device, workers)
-            report.cell(partial(finished, work), what="sleep", workers=workers)
+            workers = 1 if kind == "sleep" or device == "cpu" else 2
+            measured, what = (fault, "fault") if kind == "fault" else (sleep, "sleep")
+            work = partial(measured, model, device, workers)
+            report.cell(partial(finished, work), what=what, workers=workers)
             return
         for name, settings in SETTINGS.items():
             one = partial(speed, model, device, settings)
