@@ -108,11 +108,11 @@ class Engine:
         owner: Any = SimpleNamespace(
             parallel_config=parallel, model_config=self._config.model_config
         )
-        self._engine = ChunkEngine(owner, owner, torch.device("cpu"), self._model)
-        self._engine._at = Rendezvous("", 0, 2, 600.0, CHUNK_BYTES, b"")
+        self._loading = ChunkEngine(owner, owner, torch.device("cpu"), self._model)
+        self._loading._at = Rendezvous("", 0, 2, 600.0, CHUNK_BYTES, b"")
         self._worker = FreshnessWorker()
         self._worker.model_runner = SimpleNamespace(get_model=lambda: self._model)
-        self._worker.weight_transfer_engine = self._engine
+        self._worker.weight_transfer_engine = self._loading
 
     def seconds(self, snapshot: list[Named], meta: WeightMeta, drops: bool = False) -> float:
         """Processor time of receiving a snapshot; ``drops``: its loader takes the tensors only."""
@@ -120,7 +120,7 @@ class Engine:
 
         from rollouter.transports.engine import ChunkUpdateInfo
 
-        self._engine._receiver = Sent(snapshot, meta)
+        self._loading._receiver = Sent(snapshot, meta)
         update = ChunkUpdateInfo(
             list(meta.names), list(meta.dtype_names), [list(shape) for shape in meta.shapes]
         )
@@ -132,9 +132,9 @@ class Engine:
             with set_current_vllm_config(self._config):
                 started = time.process_time()
                 self._worker.record_received()
-                self._engine.receive_weights(update)
+                self._loading.receive_weights(update)
                 found = self._worker.received_digests()
-                self._engine.finish_weight_update()
+                self._loading.finish_weight_update()
                 seconds = time.process_time() - started
         finally:
             model.load_weights = load
