@@ -316,8 +316,7 @@ class Pipeline:
             self.run_state.settle(report)
             self._unlogged.append(report)
             await self.run_state.images.release(self.stages.queue)
-            synced = self._step % self.config.async_.sync_steps == 0 or self._step == steps
-            if synced:
+            if self._is_synced:
                 with self.metering.timed("sync/trainer_wait_s"):
                     await self._wait_for_push()
                     version = self.run_state.admission.version + 1
@@ -333,14 +332,25 @@ class Pipeline:
         if metering is not None:
             await self._metered(metering)
 
+    @property
+    def _is_synced(self) -> bool:
+        """Whether the weights of this step are a version that the engines get."""
+        last = self._step == self.config.train.steps
+        return last or self._step % self.config.async_.sync_steps == 0
+
     async def _checkpoint(self, metering: asyncio.Task[None]) -> None:
         """Takes a checkpoint at each step that is due, written while training goes on.
 
         With ``keep_best`` also of each version that is evaluated. These and the last one wait for
-        the one before, which would otherwise make ``take`` skip them. All wait for its row.
+        the one before, which would otherwise make ``take`` skip them. All wait for its row, and so
+        do the cuts of versions where a replica's weights may be needed.
         """
         keep_best = self.config.checkpoint.keep_best
         between = self.config.steps_between(self.config.checkpoint)
+        replica = self.config.cluster.trainer_recovery == "replica"
+        if self.checkpointer is not None and replica and self._is_synced:
+            await self._metered(metering)
+            self.checkpointer.note(self.run_state.cut(Captured(self._step)))
         if self.checkpointer is None or not (between or keep_best):
             return
         last = self._step == self.config.train.steps

@@ -17,7 +17,9 @@ from async_opd.accounting.journal import LEDGER
 from async_opd.accounting.lineage import begun_after
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
 from async_opd.checkpoint.checkpointer import Checkpointer, state_s
+from async_opd.checkpoint.recovery import Recovery
 from async_opd.checkpoint.resume import cut_files, evaluated_steps, identity
+from async_opd.checkpoint.store import Checkpoint
 from async_opd.cluster.launch import LaunchedStages
 from async_opd.cold_start import ColdStart
 from async_opd.core.errors import GuardrailExceeded, ProcessDied, StageError
@@ -75,6 +77,8 @@ class Training:
         )
         self._checkpointer = _checkpointer(self.job, self.stages)
         self._checkpointer.lineage = job.store.lineage()
+        warn = partial(job.log.message, level="warning")
+        self._recovery = Recovery(self._checkpointer, self.stages, warn)
         self._notes: list[str] = []  # of a pipeline that a thread has made
         self._begin_after(job.start.cut.step if job.start else 0)
         self.pipeline = self._pipeline()
@@ -99,7 +103,8 @@ class Training:
         except ProcessDied as error:
             if error.stage != TRAINER:
                 raise
-            await self._rewind(error)
+            recovers = self.job.config.cluster.trainer_recovery == "replica"
+            await self._rewind(error, self._recovery if recovers else None)
             return False
         except GuardrailExceeded as error:
             await self._roll_back(error)
@@ -194,19 +199,36 @@ class Training:
             self.job.message(message)
             await self._checkpointer.abandon(bound)
 
-    async def _rewind(self, error: StageError) -> None:
-        """Takes everything but the engines back to the newest checkpoint, or to the start."""
+    async def _newest(self) -> Checkpoint | None:
+        notes: list[str] = []
+        with self._waits.on("the newest checkpoint, which is compared with its manifest"):
+            start = await asyncio.to_thread(self.job.store.newest, notes.append)
+        for note in notes:
+            self.job.message(note)
+        return start
+
+    async def _rewind(self, error: StageError, recovery: Recovery | None = None) -> None:
+        """Takes everything but the engines back to the newest checkpoint, or to the start.
+
+        Or to the weights of a replica, if these are newer.
+        """
         job = self.job
         self.pipeline.rewound = True
         await self._settle()
-        notes: list[str] = []
-        with self._waits.on("the newest checkpoint, which is compared with its manifest"):
-            start = await asyncio.to_thread(job.store.newest, notes.append)
-        for note in notes:
-            job.message(note)
+        start = await self._newest()
+        found = None if recovery is None else await recovery.fetch(start)
+        self._checkpointer.noted.clear()  # versions are other weights from now on
         await self.stages.rewind(error)
+        if recovery is not None and found is not None:
+            try:
+                await recovery.checkpoint(found)
+                start = await self._newest()
+            except StageError as failed:  # a new trainer has the student's first weights again
+                job.message(f"the run goes on without a replica's weights: {failed}")
+                await self.stages.rewind(failed)
         cut = start.cut if start else None
-        self._begin_after(cut.step if cut else 0)
+        if cut is None or cut.lineage != self._checkpointer.lineage:
+            self._begin_after(cut.step if cut else 0)
         job.log.rewind(await in_thread(cut_files, job.run_dir, cut))
         job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
         self.job = replace(job, start=start)

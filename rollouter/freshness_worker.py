@@ -17,18 +17,23 @@ go on with new weights. A sync that ends makes vLLM drop all adapters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from async_opd.processes.engine_workers import FaultReturningWorker
 from async_opd.weight_sync.digests import Digests
+from async_opd.weight_sync.layout import experts_apart
 from async_opd.weight_sync.parameters import PACKED
 
 EXTENSION = "rollouter.freshness_worker.FreshnessWorker"
 """vLLM's ``worker_extension_cls``."""
+WEIGHTS = "model.safetensors"
 ADAPTER_ID = 1
+Named = tuple[str, torch.Tensor]
 torch.cpu._init_amx()  # vLLM uses AMX in bfloat16 without asking the kernel for it: SIGILL
 
 
@@ -108,15 +113,53 @@ class FreshnessWorker(AdapterWorker):
 
     if TYPE_CHECKING:
         _weight_update_active: bool
+        rank: int
 
         def finish_weight_update(self) -> None: ...
 
-    def record_received(self) -> None:
-        """Records the tensors of the next update, until ``received_digests``."""
+    def record_received(self, keeps: bool = False) -> None:
+        """Records the tensors of the next update, until ``received_digests``.
+
+        With ``keeps`` the first worker has a copy of them in host memory until the next update.
+        """
         if not hasattr(self, "_packed"):
             self._packed = Digests(torch)
             self._record_packing(self.model_runner.get_model())
-        self.weight_transfer_engine.received = Digests(torch)
+        self._received = received = Digests(torch)
+
+        def passing(weights: Iterator[Named]) -> Iterator[Named]:
+            recorded = received.add_all(weights)
+            return self._copied(recorded) if keeps and self.rank == 0 else recorded
+
+        self.weight_transfer_engine.passing = passing
+
+    def _copied(self, weights: Iterator[Named]) -> Iterator[Named]:
+        """Yields the tensors, and copies each into the memory of that of the update before.
+
+        It is pinned where they come from a GPU.
+        """
+        if not hasattr(self, "_kept"):
+            self._kept: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name not in self._kept:
+                self._kept[name] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
+            self._kept[name].copy_(tensor)
+            yield name, tensor
+
+    def write_kept(self, directory: str) -> dict[str, str]:
+        """Writes the copy as a model's weights; returns its digests by name. Nothing without one.
+
+        An update that broke off leaves tensors of two versions.
+        """
+        digests, kept = Digests(torch), getattr(self, "_kept", {})
+        for name, tensor in kept.items():
+            digests.add(name, tensor)
+        if kept:
+            named = dict(experts_apart(kept.items()))
+            save_file(named, Path(directory) / WEIGHTS, metadata={"format": "pt"})
+        return digests.values()
 
     def end_update(self) -> None:
         """Ends an update that other workers did not receive, so that the next one can begin."""
@@ -128,12 +171,10 @@ class FreshnessWorker(AdapterWorker):
 
         An adapter is loaded as it was received, after the update.
         """
-        engine = self.weight_transfer_engine
-        received: Digests = engine.received
-        engine.received = None
-        for name, tensor in engine.adapter.items():
-            received.add(name, tensor)
-        return received.values()
+        self.weight_transfer_engine.passing = iter
+        for name, tensor in self.weight_transfer_engine.adapter.items():
+            self._received.add(name, tensor)
+        return self._received.values()
 
     def loaded_digests(self) -> dict[str, str]:
         """Digests of the model's parameters, by name.

@@ -282,7 +282,7 @@ class StudentReplica:
         WrongWeights if its loader was given other tensors than the trainer sent.
         """
         if meta.digests:
-            await self._rpc("record_received")
+            await self._rpc("record_received", self._spec.keeps_weights)
         await self._rpc("start_weight_update")
         update = {
             "names": list(meta.names),
@@ -301,6 +301,11 @@ class StudentReplica:
             raise TransferAborted(self._spec.name, error.cause) from error
         if meta.digests:
             refuse_other_digests(self._spec.name, meta, await self._rpc("received_digests"))
+
+    async def write_weights(self, directory: str) -> dict[str, str]:
+        """Writes the newest weights as a model's; their digests by name. See ``write_kept``."""
+        first, *_ = await self._rpc("write_kept", directory)
+        return dict(first)
 
     async def finish(self, version: int) -> None:
         """Sets the version of the new weights. WeightSyncError if the engine reports another."""

@@ -44,6 +44,8 @@ class StudentEngineSpec:
     evaluates: bool = False
     episodes: EpisodeSpec | None = None
     turn_cache: Literal["version", "episode"] = "version"
+    keeps_weights: bool = False
+    """Whether it keeps a copy of the newest weights, from which a trainer can go on."""
 
     @classmethod
     def of(
@@ -99,6 +101,7 @@ class StudentEngineSpec:
             evaluates=evaluates,
             episodes=None if config.environment is None else EpisodeSpec(config),
             turn_cache=rollout.turn_cache,
+            keeps_weights=config.cluster.trainer_recovery == "replica" and not evaluates,
         )
 
     @property

@@ -179,6 +179,7 @@ class ReplicaSlots:
     async def _rebuilt(self, member: Member[ScoringReplica]) -> ScoringReplica:
         """A new replica for the member, with the newest weights."""
         assert self._rebuild is not None
+        await self._turn.wait()  # as in ``_probe``
         # ``member.value`` is set before the weights load: if loading fails, the next try ends it
         replica = member.value = await self._rebuild(self._teacher, member.index, member.value)
         while (weights := self.weights) is not self._loaded.get(replica):
@@ -210,10 +211,10 @@ class ReplicaSlots:
         await self._each("waking up", lambda replica: replica.wake())
 
     async def sleep(self) -> None:
-        """Waits until ejected replicas serve again or are gone, then puts all to sleep."""
+        """Waits until ejected replicas serve again, or have no place; then puts all to sleep."""
         members, failed = self.members, True
-        while failed:
-            await members.until(lambda: members.serving == members.left)
+        while failed or members.serving != members.present:  # one came back meanwhile
+            await members.until(lambda: members.serving == members.present)
             failed = await self._each("going to sleep", lambda replica: replica.sleep())
         self._turn.clear()
 

@@ -28,7 +28,7 @@ from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.resume import cut_files
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied
+from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied, StageError
 from async_opd.core.reports import Captured
 from async_opd.core.stages import PROMPTS
 from async_opd.files.run_format import write_run_format
@@ -57,6 +57,7 @@ class Mortal:
     ) -> None:
         """With ``tries`` the trainer dies at once each time, until it may not be restarted."""
         self.shape, self.tries, self.faults = shape, tries, faults
+        self.mixed = False  # the weights of the replicas
         self.deaths = 0
         self.rewinds = 0
         self.synced: list[tuple[int, bool]] = []  # snapshots of all worlds
@@ -69,6 +70,16 @@ class Mortal:
         self.world: World = world(**self.shape | {"seed": seed}, pace=Straggling(seed))
         self.faults.into(self.world, seed)
         self.world.sync.snapshots = self.synced
+
+    @property
+    def verified_version(self) -> int | None:
+        return self.world.sync.verified
+
+    async def write_verified(self, directory: str) -> str:
+        if self.mixed:
+            raise StageError("rollouter", "student/0 has others, of a sync that broke off")
+        (Path(directory) / "weights.json").write_text(str(self.world.sync.verified))
+        return "student/0 (bfloat16)"
 
     def die(self) -> None:
         self.deaths += 1
@@ -117,14 +128,20 @@ async def train(
     keep: int = 2,
     evaluated: Evaluation | None = None,
     mirror: Mirror | None = None,
+    recovery: str = "checkpoint",
+    every: int = 1,
+    mixed: bool = False,
 ) -> Mortal:
     """A run from its start, or from the newest checkpoint in the folder."""
     write_run_format(folder)
     start = Checkpoints(folder / "checkpoints", keep).newest(lambda text: None)
     stages = Mortal(shape, tries, faults)
+    stages.mixed = mixed
     config = changed(
         stages.world.pipeline.config,
-        checkpoint={"every": 1, "keep": keep, "keep_best": evaluated and "eval/a/accuracy"},
+        cluster={"trainer_recovery": recovery},
+        sync={"verify_every": 1},
+        checkpoint={"every": every, "keep": keep, "keep_best": evaluated and "eval/a/accuracy"},
         log={"console": "off", "wandb": "off"},
     )
     text: Any = SimpleNamespace(encode=None)
@@ -264,6 +281,120 @@ async def test_after_a_death_metrics_are_cut_and_prompts_read_ahead_beside_the_e
     monkeypatch.setattr(trainings, "cut_files", cut)
     await train(tmp_path, [5], SHAPE)
     assert [one is threading.main_thread() for one in threads] == [True, False, False]
+
+
+# ── weights of a replica ───────────────────────────────────────────────────────────────────────
+
+
+@examples(30)
+@given(
+    deaths=st.lists(st.integers(0, 400), max_size=4),
+    every=st.integers(0, 3),
+    mixed=st.booleans(),
+    **shapes,
+)
+def test_with_weights_of_a_replica_each_sample_is_trained_once_too(
+    deaths: list[int], every: int, mixed: bool, **shape: Any
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        given: dict[str, Any] = {"recovery": "replica", "every": every, "mixed": mixed}
+        asyncio.run(train(Path(name), deaths, shape, **given))
+        found, rows = audit(Path(name)), trained_rows(Path(name))
+    assert rows == list(range(1, shape["steps"] + 1))
+    assert (found.lost, found.duplicated, found.steps) == ((), (), shape["steps"])
+
+
+async def dies_after(version: int, folder: Path, **given: Any) -> Mortal:
+    """A run without periodic checkpoints whose trainer dies once the replicas have the version."""
+    note = Checkpointer.note
+    running: list[Mortal] = []
+
+    def noted(made: Checkpointer, cut: Cut) -> None:
+        note(made, cut)
+        (stages,) = running
+        if cut.version == version and not stages.rewinds:
+            asyncio.get_running_loop().create_task(verified(stages))
+
+    async def verified(stages: Mortal) -> None:
+        while stages.verified_version != version:
+            await settle(1)
+        stages.die()
+
+    def supervise(stages: Mortal, *given: Any) -> Any:
+        running[:] = [stages]
+        return stages.world.pipeline.stages.supervise(*given)
+
+    with (
+        patch.object(Checkpointer, "note", noted),
+        patch.object(Mortal, "supervise", supervise, create=True),
+    ):
+        return await train(folder, [], SHAPE, recovery="replica", every=0, **given)
+
+
+async def test_the_trainer_goes_on_from_the_version_that_a_replica_has(tmp_path: Path) -> None:
+    stages = await dies_after(2, tmp_path)
+    log = (tmp_path / "run.log").read_text()
+    assert "has the weights of version 2 from student/0 (bfloat16), and no moments" in log
+    assert "the run goes on after step 4" in log
+    assert (stages.rewinds, stages.synced[-2:]) == (1, [(2, True), (3, False)])
+    start = Checkpoints(tmp_path / "checkpoints", 2).newest(pytest.fail)
+    assert start is not None
+    first, second = start.cut.lineage
+    assert (first.after, first.replica, second.after) == (0, "", 4)
+    assert second.replica == "student/0 (bfloat16)"
+    assert second.id in log
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["checkpoint/from_replica"] == 1
+    found = audit(tmp_path)
+    assert (found.lost, found.duplicated, found.steps) == ((), (), 6)
+
+
+async def test_without_whole_weights_of_a_version_the_run_goes_on_from_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    await dies_after(2, tmp_path, mixed=True)
+    log = (tmp_path / "run.log").read_text()
+    assert "no weights of version 2 for the trainer: student/0 has others" in log
+    assert "the run goes on after step 0" in log
+
+
+async def test_cuts_from_before_a_rollback_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degenerate(monkeypatch, at=8, until=0.25)
+    note, rewind = Checkpointer.note, Mortal.rewind
+    left: list[dict[int, Cut]] = []
+    noted: list[Checkpointer] = []
+
+    def noting(made: Checkpointer, cut: Cut) -> None:
+        noted.append(made)
+        note(made, cut)
+
+    async def rewound(stages: Mortal, error: ProcessDied) -> None:
+        left.append(dict(noted[-1].noted))
+        await rewind(stages, error)
+
+    monkeypatch.setattr(Checkpointer, "note", noting)
+    monkeypatch.setattr(Mortal, "rewind", rewound)
+    await train(tmp_path, [], LONG, recovery="replica")
+    assert left == [{}, {}]
+
+
+async def test_a_trainer_that_does_not_take_the_weights_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuses(*_: Any) -> None:
+        raise StageError("trainer", "weights of another model")
+
+    monkeypatch.setattr(FakeTrainer, "adopt", refuses)
+    stages = await dies_after(2, tmp_path)
+    log = (tmp_path / "run.log").read_text()
+    assert "the run goes on without a replica's weights: trainer: weights of another model" in log
+    assert stages.rewinds == 2
+    assert "the run goes on after step 0" in log
+    assert "checkpoint/from_replica" not in json.loads((tmp_path / "summary.json").read_text())
+    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(pytest.fail)
+    assert newest is None or not any(one.replica for one in newest.cut.lineage)
 
 
 # ── rollbacks ──────────────────────────────────────────────────────────────────────────────────

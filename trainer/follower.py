@@ -86,6 +86,7 @@ class Follower:
     join_gather = _in_thread(Rank.join_gather)
     capture = _in_thread(Rank.capture)
     load = _in_thread(Rank.load)
+    adopt = _in_thread(Rank.adopt)
     free_cache = _in_thread(Rank.free_cache)
     forget_moments = _in_thread(Rank.forget_moments)
     offload = _in_thread(Rank.offload)

@@ -351,6 +351,12 @@ class Learner:
         self.unchanged = False  # samples of its version may be of weights some steps before
         return stamp
 
+    def adopt(self, folder: str, step: int) -> None:
+        """Each rank reads its part of a model's weights, which are those after the step."""
+        self._on_all_ranks("adopt", folder)
+        self._step = step
+        self.unchanged = False  # as after ``restore``
+
     def save(self, source: str, directory: str) -> None:
         """Writes the student in Hugging Face format; see ``trainer.saving.export``.
 

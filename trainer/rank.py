@@ -54,6 +54,7 @@ from trainer.student.named_weights import adapter_weights, named_weights, sent_s
 from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.routing import replay_routing
 from trainer.student.sharding import all_reduce_once, full_tensor, reducing_last, reshard, shard
+from trainer.student.stored_weights import StoredWeights
 from trainer.utilization import MemoryUse, ModelSize, memory_use, peak_tflops
 from trainer.vision.images import Sight, images_of
 from trainer.vision.parts import attention_of
@@ -296,6 +297,10 @@ class Rank:
         shards = Shards(Path(folder))
         load_parts(self.model, self.optimizer, shards, self._number)
         return shards.stamp
+
+    def adopt(self, folder: str) -> None:
+        """Reads a model's weights. Those that are not trained may be missing: they stay."""
+        StoredWeights(self.model, Path(folder), whole=False).refill()
 
     # ── weights: rank 0 gathers full tensors, the other ranks join each gather ─────────────────
 

@@ -240,6 +240,12 @@ class TrainerStage:
         self._batcher.hold(samples)
         return frozenset(sample.rollout.uid for sample in samples)
 
+    async def adopt(self, directory: str, step: int, version: int) -> None:
+        """See Trainer.adopt. It needs no turn: weights are read to where they are now."""
+        async with self._weights:
+            await self._compute(self._learner.adopt, directory, step)
+            self._step, self._version, self._report = step, version, None
+
     async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
         """See Trainer.supervise."""
         samples = await asyncio.to_thread(unpack, Sample, batches)

@@ -16,19 +16,24 @@ from secrets import token_hex
 
 @dataclass(frozen=True)
 class Beginning:
-    """Training began after step ``after``: 0 at the run's start."""
+    """Training began after step ``after``: 0 at the run's start.
+
+    ``replica``: that of the student whose weights the trainer began with; '': those of a
+    checkpoint, or the student's own.
+    """
 
     id: str
     after: int
+    replica: str = ""
 
 
 Lineage = tuple[Beginning, ...]
 """Beginnings in the order of time; none in checkpoints of earlier versions of async_opd."""
 
 
-def begun_after(step: int, before: Lineage) -> Lineage:
+def begun_after(step: int, before: Lineage, replica: str = "") -> Lineage:
     """The lineage of a run that goes on after the step, under a new id."""
-    return (*before, Beginning(token_hex(8), step))
+    return (*before, Beginning(token_hex(8), step, replica))
 
 
 def continues(later: Lineage, before: Lineage) -> bool:

@@ -28,7 +28,7 @@ from async_opd.core.errors import CheckpointError, StageError, StageTimeout
 from async_opd.core.reports import Captured, WrittenFile
 from async_opd.core.stages import Trainer
 from async_opd.models.model_size import ModelSize
-from async_opd.waiting.deadline import Bound, in_thread
+from async_opd.waiting.deadline import Bound, Deadline, in_thread
 
 STATE_BYTES = 12
 """Of each parameter: the float32 weight and AdamW's two moments. Neither a model that is exported
@@ -53,6 +53,7 @@ class Checkpointer:
     the folder of every complete one; ``sizes()`` gives the sizes of
     the run directory's append-only files now, ``sync()`` flushes them to the disk. A checkpoint of
     the step ``evaluating()`` stays: its value is not known yet. ``lineage`` is that of the run now.
+    ``noted``: see ``note`` and ``checkpoint.recovery``.
     """
 
     store: Checkpoints
@@ -71,7 +72,23 @@ class Checkpointer:
     metrics: dict[str, float] = field(
         default_factory=lambda: {"checkpoint/failures": 0.0, "checkpoint/skipped": 0.0}
     )
+    noted: dict[int, Cut] = field(default_factory=dict, init=False)
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def note(self, cut: Cut) -> None:
+        """Keeps the cut of a version in ``noted``, and that of the version before."""
+        for version in self.noted.keys() - {cut.version - 1}:
+            del self.noted[version]
+        self.noted[cut.version] = replace(cut, files=self.sizes())
+
+    async def restart_at(self, cut: Cut) -> None:
+        """Writes the checkpoint of a noted cut, whose weights the trainer has adopted.
+
+        It is that of a new lineage, the run's of now. One that fails is reported, as in ``take``.
+        """
+        copying = self.trainer.capture()
+        await Deadline("checkpoint").within(self.timeout_s, "copying the state", copying)
+        await self._write(replace(cut, lineage=self.lineage))
 
     async def take(self, cut_of: Callable[[Captured], Cut]) -> None:
         """Starts a checkpoint, and returns when the trainer's state and ``cut_of`` it are copied.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -81,7 +81,6 @@ class ActorFactory:
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
     stages: list[Remote] = field(default_factory=list)
-    placements: dict[tuple[str, int], ActorPlacement] = field(default_factory=dict)
     colocated: dict[str, dict[int, TeacherProxy | StudentProxy]] = field(default_factory=dict)
     barriers: Barriers = field(default_factory=Barriers)
     images: QueueProxy | None = None  # the queue, which has those of prompts
@@ -175,45 +174,56 @@ class ActorFactory:
     def _pool(self, name: str) -> Pool:
         return next(pool for pool in pools(self.config) if pool.name == name)
 
-    def _shared_place(self, guest: str, first: int) -> ActorPlacement | None:
-        """The GPUs of a guest: as many of its hosts' as it needs; None on a CPU.
+    async def _shared_place(self, guest: str, first: int) -> ActorPlacement | None:
+        """The GPUs of a guest now: as many of its hosts' as it needs; None on a CPU.
 
-        ``first`` is its first host. Its hosts are on one node (``checks.gpu_plan``).
+        ``first`` is its first host. Its hosts are on one node (``checks.gpu_plan``), which is
+        another one after a node is lost.
         """
+        if self.device == "cpu":
+            return None
         pool = self._pool(guest)
         (hosts,) = (hosts for hosts in hosts_of(self.config, guest) if hosts[0] == first)
-        places = [p for i in hosts if (p := self.placements.get((str(pool.shares), i))) is not None]
-        if not places:
-            return None
+        places = await gather_or_cancel(*(self._place(str(pool.shares), at) for at in hosts))
         gpus = [gpu for place in places for gpu in place.gpus]
         return ActorPlacement(places[0].node, tuple(gpus[: pool.gpus_per_replica]))
+
+    async def _place(self, host: str, index: int) -> ActorPlacement:
+        """The GPUs of a host's bundle, also while its process is dead."""
+        actor = actor_names.in_pool(host, index)
+        strategy = await self.bundles.strategy(host, index)
+        return await Remote.place_of(
+            f"{run_name(self.config)}/{actor.path}",
+            strategy,
+            self._pool(host).gpus_per_replica,
+            self.config.timeouts.engine_start_s,
+        )
 
     async def _build_after_guests(
         self,
         host: str,
-        remotes: Mapping[int, Remote],
+        indices: Iterable[int],
         build: Build,
         queue: QueueProxy | None = None,
     ) -> None:
         """Builds a host of one or several processes after the engines that share their GPUs.
 
-        ``remotes`` are its processes by their index in the pool. Each then finds the memory of its
+        ``indices`` are those of its processes in the pool. Each then finds the memory of its
         GPUs free. On a CPU all are built at the same time. Guests that are replicas of the student
         need the ``queue``.
         """
-        guests = [self._start_all_asleep(host, i, remote, queue) for i, remote in remotes.items()]
+        guests = [self._start_all_asleep(host, index, queue) for index in indices]
         if self.device == "cpu":
             await gather_or_cancel(build(), *guests)
         else:
             await gather_or_cancel(*guests)
             await build()
 
-    async def _start_all_asleep(
-        self, host: str, index: int, remote: Remote, queue: QueueProxy | None
-    ) -> None:
+    async def _start_all_asleep(self, host: str, index: int, queue: QueueProxy | None) -> None:
         """Starts the guests on the GPUs of one process; on GPUs each sleeps before the next.
 
         A guest on the GPUs of several processes starts when all of them have no other to start.
+        Those that were started before are rebuilt by their own pool, when it is their turn.
         """
         guests = {
             name: (at, hosts)
@@ -226,11 +236,6 @@ class ActorFactory:
             first = ((name, at) for name, (at, hosts) in new.items() if index == hosts[0])
             await gather_or_cancel(*(self._start_asleep(*one, queue) for one in first))
             return
-        if len(new) < len(guests):  # a guest outlives its host
-            remote.shared_place = self.placements[host, index]
-        elif guests:
-            place = await remote.place(self.config.timeouts.engine_start_s)
-            remote.shared_place = self.placements[host, index] = place
         for name, (at, hosts) in new.items():
             start = partial(self._start_asleep, name, at, queue)
             await self.barriers.arrive((name, at), index, hosts, start)
@@ -272,7 +277,7 @@ class ActorFactory:
         config = self.config.model_copy(update={"run_dir": self.run_dir})
         args = (config, self.device, queue, *factory.extra)
         trainer = TrainerActor(first, config, self.device, factory.path, args, tuple(others))
-        hosts = {} if queue is None else dict(enumerate(ranks))
+        hosts = range(0 if queue is None else len(ranks))
         with self._waiting(first.name):
             await self._build_after_guests("train", hosts, trainer.build, queue)
         return trainer
@@ -322,18 +327,17 @@ class ActorFactory:
         ``guest`` is the name of a pool that uses the GPUs of the bundle's process, its host.
         """
         reserved = gpus if self.device == "cuda" and not guest else 0
-        place = self._shared_place(guest, bundle[1]) if guest else None
+        place = await self._shared_place(guest, bundle[1]) if guest else None
         timeouts = self.config.timeouts
         env = engine_env(self.device, timeouts.engine_start_s, timeouts.request_s, trusted)
         remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
-        remote.shared_place = place
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
             with self._waiting(actor.name):
                 if guest:
                     await build()
                 else:
-                    await self._build_after_guests(bundle[0], {bundle[1]: remote}, build)
+                    await self._build_after_guests(bundle[0], [bundle[1]], build)
         except BaseException:
             remote.kill()
             raise
@@ -398,7 +402,7 @@ class _RebuildTeacher:
 
     def places(self, teacher: str) -> PoolPlaces | None:
         """See teachers.protocols.RebuildTeacher."""
-        return self.actor_factory.bundles.places(f"teachers.{teacher}")
+        return self.actor_factory.bundles.places(self.actor_factory.config, f"teachers.{teacher}")
 
     async def close(self) -> None:
         """See teachers.protocols.RebuildTeacher."""

@@ -66,10 +66,10 @@ def trainer(rank: int) -> ActorName:
     return ActorName(f"{TRAINER}/{rank}" if rank else TRAINER, f"trainer/{rank}", "Trainer")
 
 
-def of_pool(pool: str, index: int) -> str:
-    """The name in messages of process ``index`` of a pool."""
+def in_pool(pool: str, index: int) -> ActorName:
+    """Process ``index`` of a pool."""
     made = {"rollout": student, EVAL: evaluator, "train": trainer}.get(pool)
-    return (made(index) if made else teacher(pool.removeprefix("teachers."), index)).name
+    return made(index) if made else teacher(pool.removeprefix("teachers."), index)
 
 
 def run_name(config: RunConfig) -> str:

@@ -85,6 +85,13 @@ class ActorPlacement:
         return f"GPU {', '.join(self.gpus) or '–'} of node {self.node}"
 
 
+def own_place() -> ActorPlacement:
+    """The node and the GPUs of this process."""
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)), context.get_worker_id())
+
+
 ACTOR = "ASYNC_OPD_ACTOR"
 KEEP_VISIBLE_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Without it Ray hides all GPUs from a process that reserves none."""
@@ -140,10 +147,7 @@ class ActorShell:
 
     async def place(self) -> ActorPlacement:
         """The node and the GPUs of the process."""
-        context = ray.get_runtime_context()
-        gpus = context.get_accelerator_ids().get("GPU", [])
-        process = context.get_worker_id()
-        return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)), process)
+        return own_place()
 
     async def listen(self, cluster: ClusterConfig) -> tuple[str, int, int]:
         """Opens a socket for the object to build: its address, port and file descriptor."""
@@ -185,7 +189,7 @@ class Remote:
     def __init__(self, name: str, handle: Any, timeout_s: float, restarts: bool = False) -> None:
         self.name = name
         self.shared_place: ActorPlacement | None = None
-        """The place of the GPUs that it shares with others: ``build`` refuses any other."""
+        """The place of the GPUs of its host, which it uses: ``build`` refuses any other."""
         self.compare_node: Callable[[str], Awaitable[None]] | None = None
         """``build`` calls it with its node's id first: it raises for one that differs."""
         self.group: PlacementGroup | None = None
@@ -240,7 +244,21 @@ class Remote:
             options["max_restarts"] = -1
         made = cls(name, _shell(kind).options(**options).remote(), timeout_s, restarts)
         made.group = getattr(bundle, "placement_group", None)
+        made.shared_place = place
         return made
+
+    @classmethod
+    async def place_of(cls, actor: str, bundle: Any, gpus: int, timeout_s: float) -> ActorPlacement:
+        """The GPUs of a bundle: those of its ``actor``, or of a task that asks for all of them.
+
+        A process of the actor that dies meanwhile leaves them to the task.
+        """
+        with suppress(ValueError, ProcessDied):  # there is no actor of this name
+            return await cls(actor, ray.get_actor(actor), timeout_s).place(timeout_s)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": bundle}
+        task = ray.remote(own_place).options(**options, runtime_env={"env_vars": {SAFE_PATH: "1"}})
+        asked = cls(actor, None, timeout_s)._bounded(task.remote, timeout_s, "its GPUs", START_KEY)
+        return cast(ActorPlacement, await asked)
 
     async def place(self, timeout_s: float) -> ActorPlacement:
         """The node and the GPUs of the process."""
@@ -271,14 +289,17 @@ class Remote:
         try:
             found = await self._started(timeout_s)
             self.node, self.process = found.node, found.process
-            if self.shared_place is not None:
-                self._compare(found, self.shared_place)
+            if self.shared_place is not None and found.node != self.shared_place.node:
+                cause = f"Ray has started it on {found}, but its host had {self.shared_place}"
+                raise Displaced(self.name, cause, NODE)
             if self.compare_node is not None:
                 await self.compare_node(found.node)
             build = partial(self._handle.build.remote, factory, args)
             await self._bounded(build, timeout_s, "building", START_KEY)
             self.start_s = monotonic() - began
         except StageError as error:
+            if isinstance(error, Displaced):
+                raise
             if (displaced := await self.displaced()) is not None:
                 raise displaced from error
             words = await self._error_lines(found) if "found" in locals() else ""
@@ -324,15 +345,6 @@ class Remote:
     async def _state(self, group: PlacementGroup) -> tuple[str, str]:
         await nodes()  # raises if the head does not answer: the next call would not end
         return await asyncio.to_thread(group_state, group)
-
-    def _compare(self, found: ActorPlacement, shared: ActorPlacement) -> None:
-        """StageError if Ray has started the process elsewhere, as after the death of its node.
-
-        A guest has no dedicated GPUs: only its node is compared.
-        """
-        if found.node != shared.node or found.gpus not in ((), shared.gpus):
-            cause = f"Ray has started it on {found}, but it shares {shared}"
-            raise StageError(self.name, cause, "its node was lost: stop the run, and --resume it")
 
     async def _started(self, timeout_s: float) -> ActorPlacement:
         """Where its process is; while Ray ends an earlier process, that of the next one."""

@@ -5,15 +5,16 @@
                                                  ◄── its colocated teachers, num_gpus=0
 
 A bundle keeps its GPUs while the processes in it are restarted: no other job can take them, and a
-restarted host finds its teachers on the same GPUs. If the node dies, Ray moves the bundle to
-another node with free GPUs; if none has any, ``watching.placement`` decides which get them.
+restarted host finds its teachers on the same GPUs. If the node dies, Ray moves the bundle with all
+of them to another node with free GPUs; if none has any, ``watching.Placement`` decides which get
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import SystemRandom
@@ -40,7 +41,7 @@ from async_opd.checks.gpu_plan import (
     units,
     without_node,
 )
-from async_opd.checks.resources import pools
+from async_opd.checks.resources import hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.actor_shell import START_KEY
@@ -113,9 +114,15 @@ class GpuBundles:
             return await race(start, lost())
         return None
 
-    def places(self, pool: str) -> PoolPlaces | None:
-        """The places of a pool's processes; None if they share those of another pool."""
-        return PoolPlaces(self, pool) if any(unit.pool == pool for unit in self.units) else None
+    def places(self, config: RunConfig, pool: str) -> PoolPlaces | None:
+        """The places of a pool's processes, of guests with their hosts; None in a local run."""
+        named = {one.name: one for one in pools(config)}
+        host, hosts = named[pool].shares, range(named[pool].most)
+        at = hosts if host is None else [of[0] for of in hosts_of(config, pool)]
+        units = {(one.pool, one.index): unit for unit in self.units for one in unit.bundles}
+        found = {i: units[key] for i, n in enumerate(at) if (key := (host or pool, n)) in units}
+        shared = host is not None or any(one.shares == pool for one in named.values())
+        return PoolPlaces(self, found, shared) if found else None
 
     async def placed(self) -> None:
         """Returns once all needed units are placed."""
@@ -169,20 +176,24 @@ class GpuBundles:
 
 @dataclass(frozen=True)
 class PoolPlaces:
-    """Implements ``async_opd.processes.members.Places`` for a pool whose units are one process."""
+    """Implements ``async_opd.processes.members.Places`` over the unit of each process, by index.
+
+    Processes whose GPUs are ``shared`` stay on a node that drains until it is lost.
+    """
 
     bundles: GpuBundles
-    pool: str
+    units: Mapping[int, Unit]
+    shared: bool = False
 
     async def placed(self, index: int) -> None:
         """See Places. ``watching.Placement`` asks for another place."""
-        (unit,) = (u for u in self._units if u.bundles[0].index == index)
+        unit = self.units[index]
         while True:
             with suppress(StageError):  # the head does not answer
                 known = await nodes()
                 node = (await asyncio.to_thread(self.bundles.asked, [unit])).get(unit)
                 at = None if node is None else known.get(node)
-                if at is not None and at.alive and not at.draining:
+                if at is not None and at.alive and (self.shared or not at.draining):
                     return
                 if at is not None and at.draining:
                     await asyncio.to_thread(self.bundles.remove, unit)
@@ -190,24 +201,22 @@ class PoolPlaces:
 
     async def draining(self) -> dict[int, str]:
         """See Places. StageError if the head does not answer."""
+        if self.shared:
+            return {}
         words = {key: node.loss for key, node in (await nodes()).items() if node.draining}
         if not words:
             return {}
-        asked = await asyncio.to_thread(self.bundles.asked, self._units)
+        asked = await asyncio.to_thread(self.bundles.asked, self.units.values())
         return {
-            unit.bundles[0].index: words[node]
-            for unit, node in asked.items()
-            if node is not None and node in words
+            index: words[node]
+            for index, unit in self.units.items()
+            if (node := asked.get(unit)) in words
         }
-
-    @property
-    def _units(self) -> list[Unit]:
-        return [unit for unit in self.bundles.units if unit.pool == self.pool]
 
 
 def names(unit: Unit) -> str:
     """The unit's processes as messages name them."""
-    return ", ".join(actor_names.of_pool(bundle.pool, bundle.index) for bundle in unit.bundles)
+    return ", ".join(actor_names.in_pool(bundle.pool, bundle.index).name for bundle in unit.bundles)
 
 
 async def cpu_places(config: RunConfig) -> GpuBundles:

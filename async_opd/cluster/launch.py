@@ -97,6 +97,16 @@ class LaunchedStages:
         """
         await self.watched(self.singletons.rebuild_all(error))
 
+    @property
+    def verified_version(self) -> int | None:
+        """The newest weight version that was compared with the trainer; None before the first."""
+        verified = self.singletons.rollouter.verified
+        return None if verified is None else verified[0]
+
+    async def write_verified(self, directory: str) -> str:
+        """See RollouterActor.write_verified."""
+        return await self.singletons.rollouter.write_verified(directory, self.trainer.state_s)
+
     async def save_early(self, directory: str) -> None:
         """Saves the student of a run that ends before its time. Raises what the trainer raises.
 

@@ -55,6 +55,10 @@ class Student(RolloutReplica, WeightReceiver, GpuHost, Protocol):
     async def stop_evaluation(self) -> None:
         """Ends the answers to an evaluation's prompts."""
 
+    async def write_weights(self, directory: str) -> dict[str, str]:
+        """Writes its newest weights as a model's; their digests by name."""
+        ...
+
     def kill(self) -> None:
         """Ends its process."""
 
@@ -150,8 +154,7 @@ class RollouterService:
         queue: Queue,
     ) -> RollouterStage:
         """The stage of a pool, whose replicas are those of the run from the number ``first`` on."""
-        hosts = {teacher.host for teacher in config.teachers.values()}
-        named = (actor_names.of_pool(pool, index) for index in range(len(replicas)))
+        named = (actor_names.in_pool(pool, index).name for index in range(len(replicas)))
         return RollouterStage(
             {
                 name: None if one is None else one.student
@@ -165,7 +168,7 @@ class RollouterService:
             pool=pool,
             start_s=config.timeouts.engine_start_s,
             displaced=lambda member: cast(Student, member.value).displaced(),
-            places=None if pool in hosts else self._bundles.places(pool),
+            places=self._bundles.places(config, pool),
             quiet=lambda: self._broadcast.quiet(),
             episodes=EpisodeBounds.of(config),
         )

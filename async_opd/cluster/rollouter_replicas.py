@@ -39,8 +39,8 @@ class RollouterActor(SingletonActor):
     """The rollout stage; implements ``async_opd.core.stages.WeightSync`` to its replicas.
 
     ``replicas`` are the current ones by index, dead ones too (see ``Replicas``); ``newest`` is the
-    snapshot that they have, or receive. ``snapshots``: the first snapshot was begun, so that a
-    replica may be behind.
+    snapshot that they have, or receive, ``verified`` the last one that was pushed and compared.
+    ``snapshots``: the first snapshot was begun, so that a replica may be behind.
     ``refresh`` gives the same weights to teachers that are the student itself.
     """
 
@@ -51,6 +51,7 @@ class RollouterActor(SingletonActor):
     trainer: TrainerProxy
     scorer: ScorerProxy
     newest: Snapshot | None = None
+    verified: Snapshot | None = None
     rebuilds: int = 0
     snapshots: bool = False
     refresh: TeacherRefresh | None = None
@@ -159,7 +160,7 @@ class RollouterActor(SingletonActor):
         that does not stop or sleep in time is killed; the next actor orders another one.
         """
         await self._cancel_starts()
-        self.newest = None
+        self.newest = self.verified = None
         stopping = (self._stopped(index, timeout_s) for index in range(len(self.replicas)))
         await gather_or_cancel(*stopping)
 
@@ -188,7 +189,30 @@ class RollouterActor(SingletonActor):
         """See WeightSync. Teachers have their weights before the replicas have theirs."""
         metrics = await self.refresh.load() if self.refresh is not None else {}
         report = await self.proxy.push()
+        self.verified = self.newest
         return replace(report, metrics={**report.metrics, **metrics})
+
+    async def write_verified(self, directory: str, bound_s: float) -> str:
+        """Lets a rollout replica write the ``verified`` weights; its name, and their dtypes.
+
+        StageError with what each replica lacks. The first sync of a run, too, verifies weights.
+        """
+        assert self.verified is not None
+        _, meta = self.verified
+        sent, faults = dict(zip(meta.names, meta.digests, strict=True)), list[str]()
+        most = self.actor_factory.config.rollout.max_replicas
+        for student in (one.student for one in self.replicas[:most] if one is not None):
+            try:
+                writing = student.write_weights(directory)
+                what = "writing its weights"
+                found = await Deadline(student.name).within(bound_s, what, writing)
+            except StageError as error:
+                faults.append(f"{student.name}: {error.cause}")
+                continue
+            if found == sent:
+                return f"{student.name} ({', '.join(sorted(set(meta.dtype_names)))})"
+            faults.append(f"{student.name} has others, perhaps of a sync that broke off")
+        raise StageError("rollouter", "; ".join(faults) or "there is no replica")
 
 
 async def _ready(student: StudentProxy | None) -> StartedReplica | None:

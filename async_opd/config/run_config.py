@@ -157,6 +157,8 @@ class RunConfig(Section):
         yield from self._period_faults()
         yield from self._keeping_faults()
         yield from self._elastic_faults()
+        if self.cluster.trainer_recovery == "replica":
+            yield from self._recovery_faults()
         yield from self._curriculum_faults()
         if rollout.host is not None:
             yield from self._colocation_faults()
@@ -249,6 +251,25 @@ class RunConfig(Section):
         if self.guardrail.mode == "roll_back" and not (self.steps_between(self.checkpoint) or best):
             fault = "found roll_back, but checkpoint.every is 0: there is nothing to go back to"
             yield "guardrail.mode", fault, "set checkpoint.every"
+
+    def _recovery_faults(self) -> Iterator[tuple[str, str, str]]:
+        """Runs whose trainer cannot go on from what an engine has."""
+        sync, engines = self.sync, "engines have rounded weights"
+        lacks = [
+            ("rollout.engine.quantization", self.rollout.engine.scheme is not None, engines),
+            ("sync.fake_quantization", sync.fake_quantization is not None, engines),
+            ("train.lora", self.train.lora is not None, "engines have adapters, or merged ones"),
+            ("sync.verify_every", sync.verify_every != 1, "1 verifies each version"),
+            ("supervision.max_restarts", not self.supervision.max_restarts, "0 restarts"),
+            *(
+                (f"teachers.{name}.weight", teacher.weight == "auto", "auto is in checkpoints only")
+                for name, teacher in self.teachers.items()
+            ),
+        ]
+        for key, found, why in lacks:
+            if found:
+                fault = f"found replica, but {key} excludes it: {why}"
+                yield "cluster.trainer_recovery", fault, f"set it to checkpoint, or change {key}"
 
     def _elastic_faults(self) -> Iterator[tuple[str, str, str]]:
         """Pools that are to follow the cluster, where they cannot."""

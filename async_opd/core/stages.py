@@ -316,6 +316,12 @@ class Trainer(Protocol):
         """
         ...
 
+    async def adopt(self, directory: str, step: int, version: int) -> None:
+        """Takes a directory's weights as those after a step. The optimizer stays as it is.
+
+        Raises StageError.
+        """
+
     async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
         """One step on the cross entropy of samples' responses, at this learning rate.
 

@@ -346,6 +346,10 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
         host["image cache"] = ((config.data.image_cache_mib << 20) + KEPT_BYTES) // parallel
     if name in ("rollout", EVAL):
         host |= _received(config, machine)
+    if name == "rollout" and config.cluster.trainer_recovery == "replica":
+        factor = 1 if machine.device == "cpu" else machine.sizes(model).pinned()
+        kept = int(weights * factor)  # the first worker has all of them
+        host["weights for the trainer"] = kept // parallel
     if machine.device == "cpu":
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
         return PoolMemory(name, pool.max_replicas, {}, host)

@@ -16,6 +16,7 @@ from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.observability.activity import Activity
 from async_opd.tools.plan.setting import Lengths
+from async_opd.waiting.deadline import Gate
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from benchmarks.simulated.decoder import Decoder
 from rollouter.rollout_worker import RolloutWorker
@@ -42,7 +43,8 @@ class SimulatedStudent:
         self._sync_s = sync_s
         self._version = 0
         room = Slots(slots, spec.sampling.n)
-        self._worker = RolloutWorker(spec.consumer, queue, room, self._roll)
+        self._worker = RolloutWorker(spec.consumer, queue, room, self._awake)
+        self._gate = Gate()
         self._activity = Activity("generate", track=spec.name)
         self._random = random.Random(spec.name)
         self._tokens = 0
@@ -61,6 +63,10 @@ class SimulatedStudent:
 
     async def stop_evaluation(self) -> None:
         """It answers no evaluation."""
+
+    async def _awake(self, prompt: Prompt, uid: str) -> Rollout:
+        async with self._gate:
+            return await self._roll(prompt, uid)
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._length(prompt)
@@ -87,6 +93,18 @@ class SimulatedStudent:
 
     async def alive(self) -> None:
         """It works."""
+
+    async def idle(self) -> None:
+        """Returns without a request."""
+        await self._gate.empty()
+
+    async def sleep(self) -> None:
+        """Finishes its requests; later ones wait."""
+        await self._gate.close()
+
+    async def wake(self) -> None:
+        """Requests again."""
+        self._gate.open()
 
     async def progress(self) -> Progress:
         """The tokens that each running request has received."""
@@ -140,6 +158,12 @@ class SimulatedTeacher:
     async def ready(self) -> int:
         """One worker."""
         return 1
+
+    async def sleep(self) -> None:
+        """Nothing to free."""
+
+    async def wake(self) -> None:
+        """Nothing to take."""
 
     async def score(self, batch: Batch) -> Batch:
         """Takes the time of its tokens."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -36,11 +36,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from async_opd.models.lm_head import pack_again
 from async_opd.processes.own_settings import set_parent_death_signal_in_child
-from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan, experts_apart
 from rollouter.transports.chunks import BACKEND, Receiver, SecondsLeft
 
 Chunk = tuple[range, torch.Tensor]
+Named = tuple[str, torch.Tensor]
 
 WEIGHTS_UNCHANGED = "no weight was replaced"
 """Part of the error of a transfer that broke off before anything was loaded."""
@@ -74,8 +74,8 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
     update_info_cls = ChunkUpdateInfo
     adapter: Mapping[str, torch.Tensor] = MappingProxyType({})
     """The adapter that was received last; empty in engines that get whole weights."""
-    received: Digests | None = None
-    """Takes the tensors as they came, on their way to the model's loader, if it is given."""
+    passing: Callable[[Iterator[Named]], Iterator[Named]] = staticmethod(iter)
+    """Through it the tensors go as they came, on their way to the model's loader."""
     _receiver: Receiver | None = None
     _at: Rendezvous
 
@@ -146,10 +146,8 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
 
     def _load(self, meta: WeightMeta, chunk: range, buffer: torch.Tensor) -> Exception | None:
         """Loads the tensors of a chunk; returns the error if it fails."""
-        weights = _unpacked(meta, chunk, buffer)
-        if self.received is not None:
-            weights = self.received.add_all(weights)
         try:
+            weights = self.passing(_unpacked(meta, chunk, buffer))
             self.model.load_weights(experts_apart(weights))
         except Exception as error:
             return error

@@ -1,4 +1,4 @@
-"""Processes whose place is lost while they start: those beyond what a pool needs do not start."""
+"""Places of processes: those of guests, and those that are lost while a process starts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from async_opd.checks.gpu_plan import Bundle, Unit
+from async_opd.checks.gpu_plan import Bundle, Unit, units
+from async_opd.checks.resources import pools
 from async_opd.cluster import gpu_bundles
-from async_opd.cluster.gpu_bundles import GpuBundles
+from async_opd.cluster.gpu_bundles import GpuBundles, PoolPlaces
+from async_opd.cluster.watching import Node
 from async_opd.core.errors import Displaced
+from tests.world.config import run_config
 
 FIRST, SECOND = (Unit((Bundle("rollout", index, 1),), least=1) for index in range(2))
 
@@ -58,3 +61,43 @@ async def test_a_start_does_not_wait_for_a_place_that_is_lost(
     bundles = Bundles()
     asyncio.get_running_loop().call_later(0.01 * later, bundles.there.clear)
     assert await asyncio.wait_for(bundles.unless_lost(("rollout", 1), never()), 5) is None
+
+
+GUEST = {"model": "t", "placement": "colocated", "with": "rollout"}
+
+
+def test_guests_have_the_places_of_the_unit_of_their_first_host_and_stay_while_it_drains() -> None:
+    given = run_config(
+        rollout={"replicas": 4},
+        teachers={
+            "wide": GUEST | {"tensor_parallel": 2, "replicas": 2},
+            "small": GUEST | {"replicas": 3},
+            "own": {"model": "t"},
+        },
+    )
+    bundles = GpuBundles("run", tuple(units(pools(given))))
+
+    def places(pool: str) -> PoolPlaces:
+        found = bundles.places(given, pool)
+        assert found is not None
+        return found
+
+    first, second = (unit for unit in bundles.units if unit.pool == "rollout")
+    assert places("rollout").units == {0: first, 1: first, 2: second, 3: second}
+    assert places("teachers.wide").units == {0: first, 1: second}
+    assert places("teachers.small").units == {0: first, 1: first, 2: second}
+    shared = {name: places(name).shared for name in ("rollout", "teachers.wide", "teachers.own")}
+    assert shared == {"rollout": True, "teachers.wide": True, "teachers.own": False}
+    assert GpuBundles().places(given, "teachers.own") is None  # a local run
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_of_a_node_that_drains_processes_with_shared_gpus_do_not_leave(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nodes() -> dict[str, Node]:
+        return {"b": Node("machine-b", "", 0, alive=True, draining=True)}
+
+    monkeypatch.setattr(gpu_bundles, "nodes", nodes)
+    found = await PoolPlaces(Bundles(), {3: FIRST}, shared).draining()
+    assert found == ({} if shared else {3: "machine-b drains"})

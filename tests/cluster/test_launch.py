@@ -1,7 +1,4 @@
-"""A teacher that shares GPUs is built before its host, on made-up processes.
-
-The host is built on the same GPUs only.
-"""
+"""A teacher that shares GPUs is built before its host, where that one is, on made-up processes."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import EngineStartError
+from async_opd.core.errors import Displaced, EngineStartError
 from async_opd.processes.own_settings import KEEPS
 from tests.world.clock import settle
 from tests.world.config import run_config
@@ -82,63 +79,38 @@ async def test_an_engine_knows_how_long_its_start_may_take_and_a_rank_keeps_its_
     assert [KEEPS in env for env in made] == [False, True]
 
 
-async def started(actor_factory: ActorFactory, node: str) -> FakeHandle:
-    """Builds replica 0 of the student, whose process Ray has started on the node."""
-    handle: Any = FakeHandle(node, "0")
-    remote = Remote("student/0", handle, 5)
+def hosts_on(monkeypatch: pytest.MonkeyPatch, node: str, **gpus: str) -> None:
+    """The GPUs of all hosts are on the node; each host has that of its index, or some ``gpus``."""
 
-    async def build() -> None:
-        await remote.build("module:factory", (), 5)
+    async def place_of(actor: str, *asked: Any) -> ActorPlacement:
+        index = actor.rpartition("/")[2]
+        return ActorPlacement(node, tuple(gpus.get(f"_{index}", index).split(",")))
 
-    await actor_factory._build_after_guests("rollout", {0: remote}, build)
-    handle.node = "elsewhere"  # Ray has restarted the process there: it is not built again
-    with pytest.raises(EngineStartError, match=f"it shares GPU 0 of node {node}"):
-        await build()
-    return handle  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def actor_factory() -> ActorFactory:
-    """Its teachers start at once."""
-    made = ActorFactory(config(5), "cuda", (), Factories(), print)
-
-    async def start_asleep(name: str, index: int, queue: Any) -> None:
-        teacher: Any = SimpleNamespace()
-        made.colocated.setdefault(name, {})[index] = teacher
-
-    made._start_asleep = start_asleep  # type: ignore[method-assign]
-    made._beside = lambda pool: 0  # type: ignore[method-assign]
-    return made
-
-
-async def test_a_host_that_ray_restarted_is_built_on_the_gpus_of_its_teachers_only(
-    actor_factory: ActorFactory,
-) -> None:
-    await started(actor_factory, "a")
-    assert (await started(actor_factory, "a")).built == 1
-    words = "GPU 0 of node b, but it shares GPU 0 of node a"
-    with pytest.raises(EngineStartError, match=words):
-        await started(actor_factory, "b")
+    monkeypatch.setattr(Remote, "place_of", place_of)
 
 
 @pytest.mark.parametrize("node", ["a", "b"])
 async def test_a_guest_is_built_on_its_hosts_node_only(
-    actor_factory: ActorFactory, monkeypatch: pytest.MonkeyPatch, node: str
+    monkeypatch: pytest.MonkeyPatch, node: str
 ) -> None:
     """Elsewhere its variable CUDA_VISIBLE_DEVICES would name GPUs that others have there."""
+    actor_factory = ActorFactory(config(5), "cuda", (), Factories(), print)
     handle: Any = FakeHandle(node)
 
-    async def create(*args: Any, **named: Any) -> Remote:
-        return Remote("teacher t/0", handle, 5)
+    async def create(*args: Any, place: ActorPlacement, **named: Any) -> Remote:
+        made = Remote("teacher t/0", handle, 5)
+        made.shared_place = place
+        return made
 
     monkeypatch.setattr(actor_factory, "create", create)
+    monkeypatch.setattr(actor_factory, "_beside", lambda pool: 0)
     monkeypatch.setattr(Remote, "kill", lambda self: None)
-    actor_factory.placements["rollout", 0] = ActorPlacement("a", ("0",))
+    hosts_on(monkeypatch, "a")
     if node == "a":
         await actor_factory.teacher("t", 0)
     else:
-        words = "GPU – of node b, but it shares GPU 0 of node a"
-        with pytest.raises(EngineStartError, match=words):
+        words = "GPU – of node b, but its host had GPU 0 of node a"
+        with pytest.raises(Displaced, match=words):
             await actor_factory.teacher("t", 0)
     assert handle.built == (node == "a")
 
@@ -157,6 +129,7 @@ async def test_the_trainers_ranks_are_built_when_the_engines_on_their_gpus_sleep
     guest = GUEST | {"tensor_parallel": 4} if teacher else None
     made = ActorFactory(with_train(5, guest), "cuda", (), Factories(), print)
     events: list[str] = []
+    hosts_on(monkeypatch, "a")
 
     class Student:
         def __init__(self, name: str) -> None:
@@ -171,7 +144,7 @@ async def test_the_trainers_ranks_are_built_when_the_engines_on_their_gpus_sleep
 
     async def start(index: int, queue: Any, incarnation: int = 0) -> Any:
         bundle = made._bundle("rollout", index)
-        place = made._shared_place("rollout", bundle[1])
+        place = await made._shared_place("rollout", bundle[1])
         assert (place, queue) == (
             ActorPlacement("a", (str(2 * index), str(2 * index + 1))),
             "queue",
@@ -179,7 +152,8 @@ async def test_the_trainers_ranks_are_built_when_the_engines_on_their_gpus_sleep
         return Student(f"student/{index}")
 
     async def start_teacher(name: str, index: int) -> Any:
-        place = made._shared_place(f"teachers.{name}", made._bundle(f"teachers.{name}", index)[1])
+        first = made._bundle(f"teachers.{name}", index)[1]
+        place = await made._shared_place(f"teachers.{name}", first)
         assert place == ActorPlacement("a", ("0", "1", "2", "3"))
         return Student(f"teacher {name}/{index}")
 
@@ -201,7 +175,7 @@ async def test_a_student_on_the_trainers_gpus_reserves_none_and_sees_those_of_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = ActorFactory(with_train(5), "cuda", (), Factories(), print)
-    made.placements = {("train", rank): ActorPlacement("a", (str(rank),)) for rank in range(4)}
+    hosts_on(monkeypatch, "a")
     asked: list[Any] = []
 
     async def create(actor: ActorName, **named: Any) -> Remote:
@@ -232,7 +206,8 @@ class Together:
 
     async def start_asleep(self, pool: str, index: int, queue: Any) -> None:
         name = pool.removeprefix("teachers.")
-        place = self.factory._shared_place(pool, self.factory._bundle(pool, index)[1])
+        place = await self.factory._shared_place(pool, self.factory._bundle(pool, index)[1])
+        assert place is not None
         self.events.append(f"{name}/{index} on {', '.join(place.gpus)}")
         if name == self.broken:
             raise EngineStartError(f"teacher {name}/{index}", "no memory")
@@ -241,20 +216,20 @@ class Together:
         self.factory.colocated.setdefault(pool, {})[index] = SimpleNamespace()  # type: ignore[assignment]
 
     async def host(self, index: int) -> None:
-        handle: Any = FakeHandle("a", str(index))
-        remote = Remote(f"student/{index}", handle, 5)
-
         async def build() -> None:
             self.events.append(f"host {index}")
 
-        await self.factory._build_after_guests("rollout", {index: remote}, build)
+        await self.factory._build_after_guests("rollout", [index], build)
 
     async def launch(self, *hosts: int) -> None:
         works = (self.host(index) for index in hosts)
         await asyncio.wait_for(asyncio.gather(*works), 5)
 
 
-async def test_a_teacher_on_two_hosts_gpus_starts_when_both_have_come_and_before_either() -> None:
+async def test_a_teacher_on_two_hosts_gpus_starts_when_both_have_come_and_before_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts_on(monkeypatch, "a")
     made = Together(t=2)
     first = asyncio.create_task(made.host(0))
     await asyncio.sleep(0.01)
@@ -266,11 +241,14 @@ async def test_a_teacher_on_two_hosts_gpus_starts_when_both_have_come_and_before
     await made.launch(1)  # restarted: it waits for no other host
     assert made.events[4:] == ["host 1"]
     small = Together(t=1)  # than its host: it gets the first of its GPUs
-    small.factory.placements["rollout", 0] = ActorPlacement("a", ("4", "5"))
-    assert small.factory._shared_place("teachers.t", 0) == ActorPlacement("a", ("4",))
+    hosts_on(monkeypatch, "a", _0="4,5")
+    assert await small.factory._shared_place("teachers.t", 0) == ActorPlacement("a", ("4",))
 
 
-async def test_teachers_of_all_sizes_start_one_after_the_other_on_every_gpu() -> None:
+async def test_teachers_of_all_sizes_start_one_after_the_other_on_every_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts_on(monkeypatch, "a")
     made = Together(one=1, two=2, three=3, four=4)
     await made.launch(2, 0, 3, 1)
     awake: set[str] = set()
@@ -289,7 +267,10 @@ async def test_teachers_of_all_sizes_start_one_after_the_other_on_every_gpu() ->
     }
 
 
-async def test_a_teacher_that_does_not_start_is_the_error_of_all_of_its_hosts() -> None:
+async def test_a_teacher_that_does_not_start_is_the_error_of_all_of_its_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts_on(monkeypatch, "a")
     made = Together(t=2)
     made.broken = "t"
     works = [asyncio.create_task(made.host(index)) for index in range(2)]

@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks.resources import gpus_of_cluster
+from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.gpu_bundles import gpu_nodes, names, reserve
 from async_opd.cluster.watching import Placement
@@ -119,6 +120,65 @@ def test_a_cluster_that_is_not_there_is_an_error_with_a_remedy() -> None:
     with pytest.raises(StageError, match=r"127.0.0.1:9' did not answer within 3 s") as error:
         gpus_of_cluster("127.0.0.1:9", 3)
     assert error.value.remedy.startswith("check cluster.address")
+
+
+class Guest:
+    """Tells which GPUs its process may use."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    async def sleep(self) -> None:
+        """It has no memory to free."""
+
+    async def gpus(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+COLOCATED = {"placement": "colocated", "with": "train", "replicas": 1}
+GUEST = Factory(f"{__name__}:Guest")
+
+
+@pytest.mark.long
+async def test_a_student_and_a_teacher_move_with_the_rank_whose_gpu_they_share(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_opd.cluster.actor_factory.beside", lambda config, pool: 0)
+    first, second = [cluster.add_node(**GPUS) for _ in range(2)]
+    given = run_config(
+        rollout=COLOCATED,
+        teachers={"t": {"model": "t"} | COLOCATED | {"with": "rollout"}},
+        cluster={"address": "auto", "device": "cuda"},
+        sync={"backend": "gloo"},
+        timeouts={"engine_start_s": BOUND_S},
+    )
+    bundles = await reserve(given, print)
+    factories = Factories(student=GUEST, teacher=GUEST, trainer=GUEST)
+    made = ActorFactory(given, "cuda", (), factories, print, bundles)
+    queue: Any = "queue"
+    trainer = await made.trainer(queue)
+    guests = [made.colocated[pool][0] for pool in ("rollout", "teachers.t")]
+    at = await trainer.remote.place(BOUND_S)
+    places = bundles.places(given, "teachers.t")
+    assert places is not None
+    cluster.remove_node(first if at.node == first.node_id else second, allow_graceful=False)
+    async with asyncio.timeout(2 * BOUND_S):
+        lost = [await guest.displaced() for guest in guests]
+        await places.placed(0)
+        await trainer.build()
+    assert None not in lost
+    moved = await trainer.remote.place(BOUND_S)
+    assert moved.node in {first.node_id, second.node_id} - {at.node}
+    for guest in guests:
+        guest.kill()
+    again = [await made.student(0, queue, 1), await made.teacher("t", 0)]
+    for one in again:
+        assert (await one.remote.place(BOUND_S)).node == moved.node
+        assert await one.remote.call("gpus") == ",".join(moved.gpus)
+    trainer.remote.kill()  # a guest finds the GPUs of a host that is dead
+    again[1].kill()
+    last = await made.teacher("t", 0)
+    assert await last.remote.call("gpus") == ",".join(moved.gpus)
 
 
 def config(wait_s: float = 0) -> RunConfig:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
-from async_opd.core.errors import EngineStartError, ProcessDied, ProcessRestarts, StageTimeout
+from async_opd.core.errors import (
+    EngineStartError,
+    ProcessDied,
+    ProcessRestarts,
+    StageError,
+    StageTimeout,
+)
 from async_opd.core.reports import SyncReport
 from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.layout import WeightMeta
@@ -191,6 +199,42 @@ async def test_before_a_trainer_begins_anew_every_replica_stops_or_is_ended(worl
     world.actor.config = config(Path("run"), rollout=rollout)
     await world.rollouter.halt_replicas(0.01)  # on the trainer's GPUs they sleep, too
     assert world.students[0].events == ["stop", "stop", "sleep"]
+
+
+DIGESTS = {"w": "float32[2, 3]:0"}
+
+
+async def verified(world: World, *digests: dict[str, str]) -> None:
+    """A version is pushed; the replicas have weights of these digests now."""
+    world.actor.snapshot = AsyncMock(return_value=replace(META, digests=tuple(DIGESTS.values())))
+    for student, found in zip(world.students, digests, strict=True):
+        student.digests = found
+    await world.rollouter.snapshot(4)
+    assert world.rollouter.verified is None  # it is not compared yet
+    await world.rollouter.push()
+
+
+async def test_the_first_replica_that_has_the_verified_weights_writes_them(world: World) -> None:
+    await verified(world, {"w": "float32[2, 3]:1"}, DIGESTS)
+    assert world.rollouter.verified is not None
+    assert world.rollouter.verified[0] == 4
+    assert await world.rollouter.write_verified("folder", 5) == "student/1 (float32)"
+    await world.rollouter.halt_replicas(5)
+    assert world.rollouter.verified is None  # the next trainer counts its own versions
+
+
+async def test_without_a_replica_that_has_them_all_is_named_that_was_asked(world: World) -> None:
+    await verified(world, {}, DIGESTS)
+    world.students[1].die()
+    words = "student/0 has others(?s:.*)student/1: its process died"
+    with pytest.raises(StageError, match=words):
+        await world.rollouter.write_verified("folder", 5)
+
+
+async def test_a_replica_that_hangs_while_it_writes_is_left(world: World) -> None:
+    await verified(world, DIGESTS, DIGESTS)
+    world.students[0].hangs = True
+    assert await world.rollouter.write_verified("folder", 0.01) == "student/1 (float32)"
 
 
 class Starting(Actor):

@@ -31,6 +31,14 @@ def test_no_worker_has_an_attribute_of_the_extension(worker: str) -> None:
         assert {name for name in own if hasattr(named(worker), name)} == set()
 
 
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_worker_has_the_number_of_its_rank(worker: str) -> None:
+    with contract(worker, "sets self.rank, which is 0 in the first worker of an engine"):
+        source = inspect.getsource(named("vllm.v1.worker.worker_base.WorkerBase").__init__)
+        assert "self.rank = rank" in source
+        assert named("vllm.v1.worker.worker_base.WorkerBase") in named(worker).__mro__
+
+
 def test_an_engine_takes_the_extension_as_a_base_of_its_worker() -> None:
     path = "vllm.v1.worker.worker_base.WorkerWrapperBase"
     with contract(path, "adds worker_extension_cls to the bases of the worker"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.errors import Displaced, RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
@@ -376,6 +376,28 @@ async def test_a_replica_that_is_rebuilt_later_takes_the_newest_weights() -> Non
         only.dead = True
         assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
         assert rebuild.made[0].loaded == [NEW.directory]
+
+
+async def test_a_turn_ends_although_a_replica_has_lost_its_place_and_later_it_is_there_again() -> (
+    None
+):
+    rebuild, places = FakeRebuild(), FakePlaces(1)
+    rebuild.displacement, rebuild.cluster = Displaced("t/0", "machine-b is lost"), places
+    lost, other = FakeTeacher(), FakeTeacher()
+    async with pool(lost, other, rebuild=rebuild) as (teacher, _):
+        for turn in range(2):
+            lost.dead, lost.awake = True, False
+            await teacher.slots.wake()
+            assert uids(await teacher.score(rollouts(f"p{turn}/0"))) == [f"p{turn}/0"]
+            await asyncio.wait_for(teacher.slots.sleep(), 5)
+            assert teacher.slots.members.all[0].state is State.ABSENT
+        places.give(0)
+        await settle()
+        assert rebuild.made == []  # the hosts have the GPUs
+        await teacher.slots.wake()
+        await asyncio.wait_for(teacher.slots.sleep(), 5)
+        assert [made.awake for made in (*rebuild.made, other)] == [False, False]
+        assert len(teacher.slots.members.serving) == 2
 
 
 async def test_a_replica_whose_node_drains_finishes_its_call_and_takes_none() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import NoReplica, StageError
+from async_opd.core.errors import Displaced, NoReplica, StageError
 from async_opd.core.samples import DeadLetter, Sample
 from async_opd.core.stages import DEAD, SCORED, SamplingSpec, rollouts_topic
 from async_opd.queue.message_queue import MessageQueue
@@ -22,6 +22,7 @@ from teachers import replica_slots as slots
 from teachers.stage import ScorerStage
 from tests.conftest import make_rollout
 from tests.world.clock import ManualTimer, settle
+from tests.world.places import FakePlaces
 from tests.world.queue import message_queue
 from tests.world.teachers import FakeRebuild, FakeTeacher
 
@@ -262,6 +263,21 @@ async def test_a_teacher_that_died_between_two_phases_is_rebuilt_in_its_turn_onl
         assert rebuild.made == []  # the hosts have the GPUs
         await made.turn()
         assert [teacher.awake for teacher in rebuild.made] == [False]
+
+
+async def test_a_teacher_whose_machine_was_lost_is_rebuilt_on_another_in_its_turn_only() -> None:
+    rebuild = FakeRebuild()
+    rebuild.displacement, rebuild.cluster = (
+        Displaced("teacher t/0", "machine-b is lost"),
+        FakePlaces(0),
+    )
+    async with stage(FakeTeacher(dead=True), hosted=True, rebuild=rebuild) as made:
+        await made.asleep()
+        await made.put(many(1))
+        assert rebuild.made == []  # its new host may just be starting there
+        await made.turn()
+        assert [teacher.awake for teacher in rebuild.made] == [False]
+        assert await made.scored() == ["p/0"]
 
 
 async def test_a_scoring_phase_of_the_next_stage_ends_when_teachers_sleep() -> None:

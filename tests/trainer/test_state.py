@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as torch_save
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError
@@ -42,6 +43,7 @@ from trainer.saving.sample_file import (
     write_samples,
     write_scored,
 )
+from trainer.saving.shards import Shards
 from trainer.stage import TrainerStage
 
 KEYS = (3, 4, 5)
@@ -126,6 +128,26 @@ async def test_a_stage_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> No
     own, other = weights(first), weights(second)
     assert [name for name in own if not torch.equal(own[name], other[name])] == []
     assert (captured.step, report.step) == (3, 6)
+
+
+async def test_a_stage_takes_a_models_weights_as_those_after_a_step_with_no_moments(
+    tmp_path: Path,
+) -> None:
+    first, second = learner(), learner(seed=5)
+    sent = dict(first.named_weights())
+    torch_save(
+        {name: one.contiguous() for name, one in sent.items()}, tmp_path / "model.safetensors"
+    )
+    made = await trained_stage(1, queue(), second)
+    await made.forget_moments()  # as those of a new one
+    await made.adopt(str(tmp_path), step=6, version=3)
+    found = dict(second.named_weights())
+    assert [name for name in sent if not sent[name].equal(found[name])] == []
+    captured = await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset())
+    shards = Shards(tmp_path)
+    assert (captured.step, shards.stamp.step, shards.stamp.version) == (6, 6, 3)
+    assert not [name for name in shards.names if name.startswith("optimizer/")]
 
 
 async def test_a_capture_has_the_report_of_the_last_step_also_before_it_is_answered(

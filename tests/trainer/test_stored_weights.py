@@ -18,7 +18,9 @@ from tests.trainer import families
 from tests.trainer.models import tiny_model
 from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.loading import EmptyStudent
+from trainer.student.named_weights import named_weights
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded, join_mesh, own_part
+from trainer.student.stored_weights import StoredWeights
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 5, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 16}
@@ -95,6 +97,27 @@ def test_one_rank_reads_what_transformers_loads(name: str, folder: Path) -> None
     assert not any(map(is_sharded, student.model.parameters()))
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "GPTBigCode"])
+def test_a_student_takes_the_weights_that_engines_got_and_keeps_what_is_not_trained(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    trained, other = filled(folder / name).model, filled(folder / name).model
+    for parameter in trained.parameters():
+        parameter.data = torch.randn_like(parameter)
+    sent = dict(named_weights(trained, torch.bfloat16))
+    still = next(key for key, one in other.named_parameters() if key in sent and one.ndim == 1)
+    kept = other.get_parameter(still).detach().clone()
+    del sent[still]
+    save_file({key: one.contiguous() for key, one in sent.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(StageError, match=f"missing: {still}"):
+        StoredWeights(other, tmp_path, whole=False)
+    other.get_parameter(still).requires_grad_(False)
+    StoredWeights(other, tmp_path, whole=False).refill()
+    found = dict(named_weights(other, torch.float32))
+    assert differences(found, {key: (sent | {still: kept})[key].float() for key in found}) == []
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def of_ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """By family: names of what differs after a gather, and whether every part is a part."""
@@ -102,7 +125,11 @@ def of_ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     def of_family(path: Path, mesh: Any) -> tuple[list[str], bool]:
         student = filled(path, mesh)
         parts = [own_part(p.detach()).numel() < p.numel() for p in student.model.parameters()]
-        return differences(whole(student.model), loaded(path)), all(parts)
+        wrong = differences(whole(student.model), loaded(path))
+        for parameter in student.model.parameters():
+            own_part(parameter.detach()).zero_()
+        StoredWeights(student.model, path, whole=False).refill()
+        return wrong + differences(whole(student.model), loaded(path)), all(parts)
 
     def families_of(spec: RankSpec) -> dict[str, Any]:
         torch.set_num_threads(1)

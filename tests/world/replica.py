@@ -33,6 +33,7 @@ def replica_on(engine: Any, name: str = "s", **parts: Any) -> Any:
         name=name,
         sampling=SamplingSpec(4, 1.0, 1.0, 1),
         top_k=0,
+        keeps_weights=False,
         request=lambda uid, sampling, top_k: {"max_tokens": 4, "logprobs": top_k},
     )
     made._prompts, made._never = EnginePrompts("student", None, None, None), {}

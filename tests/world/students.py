@@ -100,6 +100,7 @@ class FakeReplica(Receiver):
         self.hangs = self.asleep = False
         self.calls: list[tuple[str, int]] = []
         self.counters: dict[str, float] = {}
+        self.digests: dict[str, str] = {}
         self.waits_for = ""
         self.busy: tuple[Interval, ...] = ()
 
@@ -141,6 +142,10 @@ class FakeReplica(Receiver):
         self.calls.append(("generate", version))
         await self.reach("generate")
         return [make_rollout(f"{prompt.uid}/0", version=version) for prompt in prompts]
+
+    async def write_weights(self, directory: str) -> dict[str, str]:
+        await self.reach("write_weights")
+        return self.digests
 
     async def join(self, rendezvous: Any, rank_offset: int) -> None:
         await self.reach("join")

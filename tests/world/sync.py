@@ -22,6 +22,7 @@ class FakeSync:
         self.trainer, self.students, self.pace = trainer, students, pace
         self.fail = False
         self.snapshots: list[tuple[int, bool]] = []
+        self.verified: int | None = None
 
     async def snapshot(self, version: int, again: bool = False) -> None:
         self.snapshots.append((version, again))
@@ -33,6 +34,7 @@ class FakeSync:
             raise StageError("weight sync", "the broadcast failed")
         for student in self.students:
             student.version = self.trainer.version
+        self.verified = self.trainer.version
         return SyncReport(self.trainer.version, {"sync/seconds": 0.1})
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.errors import Displaced, RolloutFault, StageError
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
@@ -109,6 +109,7 @@ class FakeRebuild:
     def __init__(self, failures: int = 0, **kind: Any) -> None:
         self.failures, self.kind = failures, kind
         self.cluster: Any = None
+        self.displacement: Displaced | None = None
         self.made: list[FakeTeacher] = []
         self.asked: list[int] = []
         self.closed = False
@@ -120,7 +121,8 @@ class FakeRebuild:
         self.made.append(FakeTeacher(f"new {index}", **self.kind))
         return self.made[-1]
 
-    async def displaced(self, old: Any) -> None: ...
+    async def displaced(self, old: Any) -> Displaced | None:
+        return self.displacement
 
     def places(self, teacher: str) -> Any:
         return self.cluster

@@ -83,9 +83,13 @@ class StoredWeights:
     They stay those of the model's modules, whatever is put around these later.
     """
 
-    def __init__(self, model: Any, directory: Path) -> None:
-        """Reads no weight. StageError, with names, if the files are not those of the model."""
+    def __init__(self, model: Any, directory: Path, whole: bool = True) -> None:
+        """Reads no weight. StageError, with names, if the files are not those of the model.
+
+        Files that are not ``whole`` may lack weights that are not trained.
+        """
         self._model = model
+        self._whole = whole
         self._directory = directory
         self._files = _weight_files(directory)
         self._tensors = model.state_dict()
@@ -102,13 +106,17 @@ class StoredWeights:
         two have different values.
         """
         _allocate(self._model, home or device, device)
+        self.refill()
+        self._model.initialize_weights()  # buffers that no file has; all else is marked
+
+    def refill(self) -> None:
+        """Reads this rank's parts into the memory that the model has. StageError as ``fill``."""
         with torch.no_grad(), ExitStack() as stack:
             stored = self._opened(stack)
             filled: set[int] = set()
             for source in self._sources:
                 for name, part in self._read(source, stored):
                     self._write(name, part, filled)
-        self._model.initialize_weights()  # buffers that no file has; all else is marked
 
     def tensor(self, name: str) -> Any:
         """The model's parameter or buffer of this name, with which the model was made."""
@@ -173,6 +181,8 @@ class StoredWeights:
         for one, other in self._model.all_tied_weights_keys.items():
             if not {one, other} <= missing:
                 missing -= {one, other}
+        if not self._whole:
+            missing -= {n for n, one in self._model.named_parameters() if not one.requires_grad}
         found = SimpleNamespace(
             missing_keys=missing, unexpected_keys=unknown | (made.keys() - self._tensors.keys())
         )

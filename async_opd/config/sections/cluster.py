@@ -70,6 +70,11 @@ class ClusterConfig(Section):
     or an autoscaler starts them for the GPUs that the run asks for. By default a cluster that has
     too few GPUs is refused at once, and none is asked for while others use them."""
 
+    trainer_recovery: Literal["checkpoint", "replica"] = "checkpoint"
+    """Where a trainer that was lost goes on: from the newest checkpoint, or from the newest
+    verified weights that a rollout replica has, if they are newer. These have the engines' dtype,
+    and the optimizer's moments begin anew; each replica keeps a copy of them in host memory."""
+
     env: dict[str, str] = Field(default={})
     """Environment variables of all actors of the run, in place of their node's and of those that
     the run sets. Ray shows them to all users of the cluster: secrets are refused."""

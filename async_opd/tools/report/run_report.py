@@ -30,6 +30,7 @@ SHOWN = 200
 """Messages and dead letters that a table shows: the last ones."""
 _TROUBLE = re.compile(
     r" is ejected: | is being rebuilt| is rebuilt| is gone for good| is replaced|going on after "
+    r"|^the trainer has the weights of version |^no weights of version "
     r"|^rollback |^Ray is started again|failed|was skipped|^no checkpoint|resampled: | is nan"
     r"| is inf|expired"
 )

@@ -130,12 +130,19 @@ def test_the_life_of_a_sample_adds_up(run: RecordedRun) -> None:
     assert longest == max(life.whole for life in run.timelines) / 1e6
 
 
-def test_a_further_start_of_ray_is_an_event(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("level", "event"),
+    [
+        ("", "Ray is started again: its processes did not start in time"),
+        ("WARNING ", "the trainer has the weights of version 4 from student/0 (bfloat16)"),
+        ("WARNING ", "no weights of version 4 for the trainer: student/0: its process died"),
+    ],
+)
+def test_what_happens_to_the_run_itself_is_an_event(level: str, event: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    event = "Ray is started again: its processes did not start in time"
-    (folder / "run.log").write_text(f"2026-11-22T10:00:00+00:00 {event}\n")
+    (folder / "run.log").write_text(f"2026-11-22T10:00:00+00:00 {level}{event}\n")
     run = read_recorded_run(folder)
-    assert f"<td>{event}</td>" in report(run, judge(run), "")
+    assert f"{event}</td>" in report(run, judge(run), "")
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
