@@ -174,9 +174,12 @@ class Placement:
         self._open.close()
         if waiting:
             names = ", ".join(map(self._names, waiting))
-            table = shortage([u for u in self._bundles.units if u in needed], nodes)
-            self._notify(f"cluster: GPUs are missing for {names}: {table}")
-            self._open.enter_context(self._waits.on(f"GPUs for {names}"))
+            lack, table = "GPUs", shortage([u for u in self._bundles.units if u in needed], nodes)
+            if not any(unit.gpus for unit in waiting):
+                needs = ", ".join(sorted(frozenset().union(*(unit.needs for unit in waiting))))
+                lack, table = "machines", f"the cluster has none with {needs or 'free memory'}"
+            self._notify(f"cluster: {lack} are missing for {names}: {table}")
+            self._open.enter_context(self._waits.on(f"{lack} for {names}"))
 
     def close(self) -> None:
         """Ends the lines about what is waited for, and comparisons of nodes."""

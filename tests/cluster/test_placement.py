@@ -109,6 +109,16 @@ async def test_two_students_do_not_keep_the_gpu_that_the_only_replica_of_a_teach
     assert (moved.lines, moved.served) == ([], {TRAIN, S0})  # there is room elsewhere
 
 
+async def test_processes_without_gpus_wait_for_machines_with_what_their_pool_needs() -> None:
+    cluster = Cluster(Unit((Bundle("rollout", 0, 0),), frozenset({"samples"})), b=0)
+    cluster.lose("b")
+    await cluster.looks()
+    assert cluster.lines == [
+        "cluster: machines are missing for student/0: the cluster has none with samples"
+    ]
+    cluster.placement.close()
+
+
 async def test_who_gave_its_gpus_up_gets_others_when_a_machine_joins() -> None:
     cluster = Cluster(TRAIN, S0, S1, SORT, b=3, c=1)
     cluster.lose("c")
