@@ -8,14 +8,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from async_opd.accounting.audit import audit
-from tests.cluster.test_run import Run, Running
+from tests.cluster.test_run import BOUND_S, Run, Running
 from tests.world.ray_cluster import ray_cluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -51,10 +50,10 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Count
         running = Running(directory, *SIMULATED, joined, program=("tests.cluster.simulated",))
         running.until("everything is up")
         second = cluster.add_node(**GPUS)
-        running.until("student/2 is rebuilt")
-        running.until("teacher sort/1 is rebuilt")
-        until_reported(directory, "teacher/sort/serving", 2)
-        until_reported(directory, "rollout/replicas", 3)
+        for name in ("student/1", "student/2", "teacher sort/1"):
+            running.until(f"{name} is rebuilt")
+        until_reported(running, "teacher/sort/serving", 2)
+        until_reported(running, "rollout/replicas", 3)
         drain(second.node_id)
         running.until("cluster: rollout shrinks to 1 of 1–4 replicas")
         running.until("cluster: teachers.sort shrinks to 1 of 1–2 replicas")
@@ -69,11 +68,12 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Count
         yield running.end(), counts
 
 
-def until_reported(directory: Path, key: str, value: float) -> None:
+def until_reported(running: Running, key: str, value: float) -> None:
     """Waits for a row with such a metric; they are reported every few steps."""
-    deadline = time.monotonic() + 60
-    while value not in Run(0, "", directory, []).values(key):
-        assert time.monotonic() < deadline
+    deadline = time.monotonic() + BOUND_S
+    while value not in Run(0, "", running.directory, []).values(key):
+        assert running.process.poll() is None, running.read()
+        assert time.monotonic() < deadline, running.read()
         time.sleep(0.2)
 
 

@@ -22,8 +22,13 @@ class PatientCluster(Cluster):  # type: ignore[misc]
 
     def add_node(self, wait: bool = True, **node: Any) -> Any:
         """See Cluster."""
-        add = partial(super().add_node, wait, **node)
-        return started(add, undo=lambda: None)  # the driver stays connected
+        before = {self.head_node, *self.worker_nodes}
+
+        def undo() -> None:  # one that was only late would be one more
+            for late in {self.head_node, *self.worker_nodes} - before - {None}:
+                self.remove_node(late, allow_graceful=False)
+
+        return started(partial(super().add_node, wait, **node), undo)
 
 
 @contextmanager
