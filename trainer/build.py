@@ -88,7 +88,7 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     def fill() -> None:
         nonlocal exact, layers
         exact = check_student(fill_student(student, config, device, spec), longest)
-        if config.train.compile is True:  # ``auto`` was decided by what is compared
+        if config.train.compile is True:  # ``auto`` that is left was not decided
             layers = compile_layers(student.model)
 
     rank = Rank(

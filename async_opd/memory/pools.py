@@ -217,12 +217,30 @@ def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
     return sent.engine_bytes(engine_dtype(config.rollout.engine, device))
 
 
+def _tensors_sent(size: ModelSize) -> tuple[dict[int, int], int]:
+    """Entries of a tensor in a weight sync, and how many there are; layers with experts.
+
+    All experts of a layer are two tensors (``weight_sync.layout.experts_together``).
+    """
+    sent, matrix, beside = dict(size.numels), size.inner * size.hidden, 2 if size.gated else 1
+    layers = sent.get(matrix, 0) // (size.experts * (beside + 1)) if size.experts else 0
+    if layers:
+        sent[matrix] -= layers * size.experts * (beside + 1)
+        for together in (beside * size.experts * matrix, size.experts * matrix):
+            sent[together] = sent.get(together, 0) + layers
+    return sent, layers
+
+
 def _pinned(config: RunConfig, size: ModelSize, nbytes: int) -> int:
-    """Host memory of a snapshot: pinned chunks and larger tensors, up to powers of two each."""
+    """Host memory of a snapshot: pinned chunks and larger tensors, up to powers of two each.
+
+    Between two larger tensors there is a chunk at least.
+    """
     chunk = config.sync.chunk_mib << 20
     itemsize = 4 if engine_dtype(config.rollout.engine, "cuda") == "float32" else 2
-    large = {itemsize * n: count for n, count in size.numels if itemsize * n > chunk}
-    rest = max(nbytes - sum(n * count for n, count in large.items()), 0)
+    tensors, layers = _tensors_sent(size)
+    large = {itemsize * n: count for n, count in tensors.items() if itemsize * n > chunk}
+    rest = max(nbytes - sum(n * count for n, count in large.items()), layers * chunk)
     large_ = sum(power_of_two(n) * count for n, count in large.items())
     return large_ + rest * power_of_two(chunk) // chunk
 
@@ -251,9 +269,9 @@ def kept_copies(size: ModelSize, nbytes: int, shards: int) -> int:
 def _received(config: RunConfig, machine: Machine) -> Terms:
     """Bytes that a worker of a student's engine has received in host memory, and not loaded yet.
 
-    On a CPU all that is sent. On a GPU one chunk, the copies of its tensors, and tensors before it
-    of a layer that is not complete: a bound. NCCL sends to GPUs; shared memory is the trainer's,
-    and only copies are a worker's.
+    On a CPU all that is sent. On a GPU one chunk or larger tensor, the copies of its tensors, and
+    tensors before it of a layer that is not complete: a bound. NCCL sends to GPUs; shared memory is
+    the trainer's, and only copies are a worker's.
     """
     backend, device = config.sync_backend, machine.device
     if device == "cuda" and backend not in THROUGH_HOST:
@@ -261,12 +279,14 @@ def _received(config: RunConfig, machine: Machine) -> Terms:
     step, chunk = step_of(config, machine), config.sync.chunk_mib << 20
     sent = _snapshot(config, step, device)
     dtype = engine_dtype(config.rollout.engine, device)
-    copies = chunk + step.size.block * (4 if dtype == "float32" else 2)
+    itemsize = 4 if dtype == "float32" else 2
+    copies = chunk + step.size.block * itemsize
     if backend == "shared_memory":
         return {"received weights": min(sent, copies)}
     if device == "cpu":
         return {"received weights": sent}
-    held = max(chunk, step.size.head_bytes(dtype)) + copies
+    largest = itemsize * max(_tensors_sent(step.size)[0], default=0)
+    held = max(chunk, step.size.head_bytes(dtype), largest) + copies
     return {"received weights": min(sent + chunk, held)}
 
 

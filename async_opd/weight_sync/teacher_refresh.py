@@ -91,7 +91,11 @@ class TeacherRefresh:
         await self._save(str(copy))
 
     async def load(self) -> dict[str, float]:
-        """Before a push: the teachers that are due load their copies. Metrics of the sync."""
+        """Before a push: the teachers that are due load their copies. Metrics of the sync.
+
+        The copies that they had stay until the next load: a trainer that is lost before the push
+        ends may go on from the version before.
+        """
         if not self._due:
             return {}
         started = time.perf_counter()
@@ -101,8 +105,9 @@ class TeacherRefresh:
                 for name, version in self._due.items()
             )
         )
+        had = {self._copies.of(version) for version in self._has.values()}
         self._has |= self._due
-        await asyncio.to_thread(self._copies.tidy, self._used())
+        await asyncio.to_thread(self._copies.tidy, self._used() | had)
         return {"sync/teachers_s": time.perf_counter() - started}
 
     def _used(self) -> set[Path]:

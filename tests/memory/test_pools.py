@@ -178,6 +178,15 @@ def test_a_snapshot_has_chunks_and_larger_tensors_of_powers_of_two() -> None:
     assert odd == power_of_two(table) + rest * 256 // 200
 
 
+def test_a_snapshot_of_a_mixture_has_two_tensors_of_experts_and_a_chunk_a_layer() -> None:
+    one = 768 * 2560
+    size = replace(SIZES["mixture"], numels=((one, 36 * 128 * 3), (100, 30)))
+    machine = replace(ON_GPUS, sizes=lambda model: size)
+    found = memory_of(config("mixture"), "train", machine).first["snapshot"]
+    together = (power_of_two(2 * 2 * 128 * one), power_of_two(2 * 128 * one))
+    assert found == 36 * (sum(together) + CHUNK)
+
+
 def test_weights_of_sleeping_engines_are_pinned_too() -> None:
     made = config("large table", rollout={"placement": "colocated", "with": "train"})
     asleep = memory_of(made, "rollout", ON_GPUS).host["weights asleep"]

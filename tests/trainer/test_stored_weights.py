@@ -118,6 +118,19 @@ def test_a_student_takes_the_weights_that_engines_got_and_keeps_what_is_not_trai
     assert differences(found, {key: (sent | {still: kept})[key].float() for key in found}) == []
 
 
+def test_a_part_of_the_weights_leaves_the_names_of_all_in_files(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = filled(folder / "Mixtral").model
+    before = {key: one.contiguous() for key, one in named_weights(model, torch.float32)}
+    sent = {key: one for key, one in before.items() if "experts" not in key}
+    save_file(sent, tmp_path / "model.safetensors")
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in key)
+    StoredWeights(model, tmp_path, whole=False).refill()
+    assert dict(named_weights(model, torch.float32)).keys() == before.keys()
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def of_ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """By family: names of what differs after a gather, and whether every part is a part."""

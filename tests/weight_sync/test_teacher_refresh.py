@@ -80,10 +80,12 @@ async def test_a_teacher_takes_every_nth_version_before_students(tmp_path: Path)
     ]
 
 
-async def test_only_copies_of_a_teacher_or_a_checkpoint_stay(tmp_path: Path) -> None:
+async def test_only_copies_of_a_teacher_since_its_last_load_or_of_a_checkpoint_stay(
+    tmp_path: Path,
+) -> None:
     world = World(tmp_path)
     await pushed(world.sync(a=2, b=5), 7)
-    assert world.copies == ["version_5", "version_6"]
+    assert world.copies == ["version_4", "version_5", "version_6"]
     world = World(tmp_path, 4, 5)
     await pushed(world.sync(a=2), 7)
     assert world.copies == ["version_4", "version_6"]

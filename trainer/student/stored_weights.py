@@ -157,8 +157,9 @@ class StoredWeights:
                 continue
             stored[own][pattern or name].append(name)
             rule_of[own] = by_pattern[pattern] if pattern else None
-        # transformers names tensors in files by these rules when it saves the model
-        self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
+        if self._whole:
+            # transformers names tensors in files by these rules when it saves the model
+            self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
         return [Source(own, found, rule_of[own]) for own, found in stored.items()], unknown
 
     def _check(self, shapes: Mapping[str, Sequence[int]], unknown: set[str]) -> None:

@@ -167,7 +167,8 @@ class TrainConfig(Section):
     compile: bool | Literal["auto"] = "auto"
     """Has torch compile the student's decoder layers (docs/training.md), which takes up to minutes
     at the start. Layers that cannot be compiled run eagerly, as run.log then says. Not for mixtures
-    of experts. ``auto``: on GPUs, where the student and the other keys of this section allow it."""
+    of experts. ``auto``: on GPUs, where the other keys of this section allow it and so
+    does the student, if its files are on the driver's machine."""
     reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
     """When several ranks sum their gradients: once a step, for which each has the full gradients in
     float32 meanwhile, or after each micro-batch, which moves them as often. ``auto``: once a step

@@ -40,6 +40,7 @@ SHORT = (
     f"train.steps={STEPS}",
     "train.batch_size=16",
     "train.warmup_steps=0",
+    "train.compile=false",
     "async.sync_steps=1",
     "sync.verify_every=1",
     "eval.max_prompts=4",
