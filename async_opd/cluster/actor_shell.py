@@ -140,9 +140,9 @@ class ActorShell:
         self._lag = self._lag or LoopLag()
         return self._lag.drain()
 
-    async def reach(self, other: Remote) -> None:
+    async def reach(self, other: Remote, timeout_s: float) -> None:
         """Returns when another process answers this one; it may be a later process than before."""
-        await other.reached()
+        await other.reached(timeout_s)
 
     async def block_forever(self) -> None:
         """Never returns: its caller gets an error when the process ends."""
@@ -406,7 +406,8 @@ class Remote:
                     return await call()
                 return await Deadline(self.name).within(timeout_s, what, call(), remedy)
             except ray.exceptions.RayError as error:
-                failure = to_stage_error(self.name, what, error, self._restarts)
+                # retry: one that was only unreachable answers again, as one that is restarted
+                failure = to_stage_error(self.name, what, error, self._restarts or retry)
                 # only its own restart: an error of another process comes through this one
                 if not (retry and isinstance(failure, ProcessRestarts)) or (
                     failure.stage != self.name
@@ -448,14 +449,24 @@ class Remote:
         is_built = self._handle.is_built.remote
         return bool(await self._bounded(is_built, timeout_s, "a state request", LIVENESS_KEY))
 
-    async def reached(self) -> None:
-        """Returns when its process answers, after a restart too. Unbounded."""
-        await self._bounded(self._handle.is_built.remote, math.inf, "a call", "", retry=True)
+    async def reached(self, timeout_s: float) -> None:
+        """Returns when its process answers, after a restart too. Raises what ``reach`` raises."""
+        await self._answered(self._handle.is_built.remote, timeout_s, "a call")
 
     async def reach(self, other: Remote, timeout_s: float) -> None:
-        """StageTimeout if its process does not reach another one in time."""
-        reach = partial(self._handle.reach.remote, other)
-        await self._bounded(reach, timeout_s, f"a call to {other.name}", LIVENESS_KEY)
+        """StageTimeout if its process does not reach another one in time.
+
+        One that cannot be reached itself is asked again; ProcessDied if Ray says that it is dead,
+        or the other one, and starts no other process.
+        """
+        reach = partial(self._handle.reach.remote, other, timeout_s)
+        await self._answered(reach, timeout_s, f"a call to {other.name}")
+
+    async def _answered(self, call: Callable[[], Any], timeout_s: float, what: str) -> None:
+        """Calls until there is an answer; the bound is that of all calls together."""
+        asked = self._bounded(call, math.inf, what, "", retry=True)
+        remedy = f"raise {LIVENESS_KEY} if it can take so long; otherwise it hangs"
+        await Deadline(self.name).within(timeout_s, what, asked, remedy)
 
     async def end(self) -> StageError:
         """Waits until the current process has died, or cannot be reached any more.

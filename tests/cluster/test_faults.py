@@ -95,10 +95,13 @@ def test_an_argument_that_was_lost_is_found_inside_of_a_tasks_error() -> None:
 
 
 class Handle:
-    """A process whose every method ends in the same way."""
+    """A process whose calls end ``later`` one after the other, all others like the last; None: not.
 
-    def __init__(self, at_once: BaseException | None, later: BaseException | None = None) -> None:
-        self.at_once, self.later = at_once, later
+    One that has an error ``at_once`` is never called.
+    """
+
+    def __init__(self, at_once: BaseException | None, *later: BaseException | None) -> None:
+        self.at_once, self.later = at_once, later or (None,)
         self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -114,10 +117,9 @@ class Handle:
 
     async def ends(self) -> None:
         self.calls += 1
-        if self.later is None:
-            await asyncio.Event().wait()
-        else:
-            raise self.later
+        if (error := self.later[min(self.calls, len(self.later)) - 1]) is not None:
+            raise error
+        await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
@@ -139,3 +141,40 @@ async def test_a_process_that_dies_at_every_start_is_not_waited_for_without_end(
     remote = Remote("queue", Handle(None, made(found.ActorUnavailableError)), 5, restarts=True)
     with pytest.raises(StageTimeout, match=r"no process of it started within 0\.01 s"):
         await remote._started(0.01)
+
+
+UNAVAILABLE = made(found.ActorUnavailableError)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is repeated without a pause."""
+    monkeypatch.setattr("async_opd.cluster.actor_shell.RETRY_S", 0)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_process_that_was_unreachable_for_a_moment_is_to_reach_the_queue_all_the_same(
+    restarts: bool,
+) -> None:
+    handle, queue = Handle(None, UNAVAILABLE, None), Remote("queue", None, 5)
+    with pytest.raises(StageTimeout, match=r"student/0: a call to queue took longer than 0\.1 s"):
+        await Remote("student/0", handle, 5, restarts).reach(queue, 0.1)
+    assert handle.calls == 2
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_dead_process_is_not_asked_again_whether_it_reaches_the_queue() -> None:
+    handle, queue = Handle(None, UNAVAILABLE, made(found.ActorDiedError)), Remote("queue", None, 5)
+    with pytest.raises(ProcessDied, match="student/0: its process died"):
+        await Remote("student/0", handle, 5).reach(queue, 60)
+    assert handle.calls == 2
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("later", [None, UNAVAILABLE])
+async def test_a_process_is_asked_for_an_answer_to_another_one_for_no_longer_than_the_bound(
+    later: BaseException | None,
+) -> None:
+    with pytest.raises(StageTimeout, match=r"queue: a call took longer than 0\.1 s"):
+        await Remote("queue", Handle(None, later), 5, restarts=True).reached(0.1)
