@@ -118,34 +118,31 @@ class SingletonActors:
         """Ends processes that do not reach the queue's new process in time.
 
         One whose machine was cut off when Ray published where that is learns it five minutes later,
-        by Ray's keepalive: its calls wait until then. A new process asks at once. Raises
-        ProcessDied for one of the trainer.
+        by Ray's keepalive: its calls wait until then. A new process asks at once. Each end counts
+        in ``supervision.max_restarts``, that of an engine too: its stage takes it for a death.
         """
-
-        def dies(error: StageError) -> NoReturn:
-            raise ProcessDied(TRAINER, error.cause, error.remedy) from error
 
         def is_killed(engine: Remote, error: StageError) -> None:
             self.notify(str(error))
             engine.kill()  # its stage rebuilds it
 
-        _, *others = self.members.all
-        lost: list[tuple[Remote, Callable[[StageError], object]]] = [
-            *((rank, dies) for rank in self.trainer.ranks),
-            *(
-                (one.value.remote, partial(self.members.fail, one, one.incarnation))
-                for one in others
-            ),
-            *((engine, partial(is_killed, engine)) for engine in self.rollouter.engines),
+        checks = [
+            self._unless_reached(rank, partial(members.fail, one, one.incarnation))
+            for members in (self.members, self.trainers)
+            for one in members.all
+            for rank in one.value.ranks
+            if rank is not self.queue.remote
         ]
-        await gather_or_cancel(*(self._unless_reached(*one) for one in lost))
+        engines = self.rollouter.engines
+        checks += [self._unless_reached(one, partial(is_killed, one)) for one in engines]
+        await gather_or_cancel(*checks)
 
     async def _unless_reached(self, remote: Remote, lost: Callable[[StageError], object]) -> None:
         """Calls ``lost`` with its error if a process does not reach the queue in time."""
         queue = self.members.all[0]
         asked = remote.reach(self.queue.remote, self._bound)
         try:
-            with suppress(ProcessDied):  # its own death
+            with suppress(ProcessDied):  # it is dead, which its own supervision notices
                 # The queue's next process is asked for anew: this call would wait for its start.
                 await race(asked, self.members.until(lambda: queue.state is not State.SERVING))
         except StageError as error:
