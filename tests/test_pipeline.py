@@ -251,6 +251,7 @@ async def test_last_events_are_asked_of_all_stages_at_the_same_time(
 async def test_a_failing_run_that_waits_for_last_events_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("async_opd.observability.run_log.LAST_EVENTS_S", 600)
     run, timer, asked = world(replicas=1), ManualTimer(), asyncio.Event()
     student_dies(run)
 
