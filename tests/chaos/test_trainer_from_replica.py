@@ -5,38 +5,40 @@ from __future__ import annotations
 import json
 import re
 import time
-from pathlib import Path
 
 import pytest
 
 from async_opd.accounting.audit import audit
 from async_opd.checkpoint.store import Checkpoints
-from tests.cluster.test_run import ONE_TEACHER, Run, Running
+from tests.cluster.test_run import BOUND_S, ONE_TEACHER, Run, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-STEPS, BATCH = 12, 32
+STEPS, BATCH, SYNC_STEPS = 18, 32, 6
 CONFIG = (
     *(ONE_TEACHER, f"train.steps={STEPS}", f"train.batch_size={BATCH}", "eval.every=0"),
     *("eval.before=false", "eval.teachers=false", "log.wandb=off", "checkpoint.every=0"),
+    f"async.sync_steps={SYNC_STEPS}",  # the kill is to end before the push of the next version
     *("cluster.trainer_recovery=replica", "sync.verify_every=1", "rollout.engine.dtype=bfloat16"),
 )
 
 
-def until_version(directory: Path, version: int) -> None:
-    """Waits for a row of a step that began with so new weights everywhere."""
-    deadline = time.monotonic() + 300
-    while version not in [row.get("sync/version") for row in Run(0, "", directory, []).metrics]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def until_version(running: Running, version: int) -> None:
+    """Waits for a row that is written when all replicas have so new weights."""
+    deadline = time.monotonic() + BOUND_S
+    while version not in Run(0, "", running.directory, []).values("sync/version"):
+        assert running.process.poll() is None, running.read()
+        assert time.monotonic() < deadline, running.read()
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(tmp_path_factory.mktemp("runs") / "recovered", *CONFIG)
     running.until("everything is up")
-    until_version(running.directory, 2)
-    running.processes("trainer")["actor"].kill()
+    trainer = running.processes("trainer")["actor"]
+    until_version(running, 1)
+    trainer.kill()
     return running.end()
 
 
@@ -47,9 +49,9 @@ def test_the_run_goes_on_after_a_version_that_no_checkpoint_has(survived: Run) -
         r"the trainer has the weights of version (\d) from student/0 \(bfloat16\), .* (\w{16})\n",
         log,
     )
-    step = 2 * int(found[0])
+    step = SYNC_STEPS * int(found[0])
     assert f"the run goes on after step {step}" in log
-    assert step >= 4
+    assert step >= SYNC_STEPS
     lineage = json.loads((survived.directory / f"checkpoints/step_{step}/cut.json").read_text())[
         "lineage"
     ]
