@@ -372,11 +372,12 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
     teachers: dict[str, list[Any]] = {
         name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()
     }
-    for pool, guests in actor_factory.colocated.items():
+    for pool, by_index in actor_factory.colocated.items():
+        guests = [guest for _, guest in sorted(by_index.items())]  # they fell asleep in any order
         if pool == "rollout":
-            students = [*(cast(StudentProxy, one) for _, one in sorted(guests.items())), *students]
+            students = [*cast(list[StudentProxy], guests), *students]
         else:
-            teachers[pool.removeprefix("teachers.")] = list(guests.values())
+            teachers[pool.removeprefix("teachers.")] = guests
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote, await asyncio.to_thread(state_s, config))
     of_scorer, of_rollouter = last.result()

@@ -11,7 +11,9 @@ import pytest
 from async_opd.cluster.actor_factory import ActorFactory, Factories
 from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster.launch import _build
 from async_opd.cluster.proxies import TeacherProxy
+from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Displaced, EngineStartError
 from async_opd.processes.own_settings import KEEPS
@@ -276,3 +278,31 @@ async def test_a_teacher_that_does_not_start_is_the_error_of_all_of_its_hosts(
     works = [asyncio.create_task(made.host(index)) for index in range(2)]
     await asyncio.wait_for(asyncio.wait(works), 5)
     assert [str(work.exception()) for work in works] == ["teacher t/0: no memory"] * 2
+
+
+async def test_guests_are_in_the_order_of_their_indices_whichever_sleeps_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A teacher's member 0 would have process t/1, and a rebuild of it would take t/0's name."""
+    made = ActorFactory(
+        config(5, teachers={"t": GUEST | {"replicas": 2}}), "cpu", (), Factories(), print
+    )
+    seen: list[list[str]] = []
+
+    async def actor(*args: Any, **named: Any) -> Any:
+        return SimpleNamespace(remote=None)
+
+    async def student(index: int, queue: Any) -> None:
+        made.colocated["teachers.t"] = {1: "t/1", 0: "t/0"}  # type: ignore[dict-item]
+
+    async def scorer(remote: Any, teachers: dict[str, list[Any]], queue: Any) -> Any:
+        seen.append(teachers["t"])
+        raise ProcessMadeError
+
+    for name, fake in (("student", student), ("scorer", scorer)):
+        monkeypatch.setattr(made, name, fake)
+    for name in ("queue", "build", "create", "trainer"):
+        monkeypatch.setattr(made, name, actor)
+    with pytest.raises(ProcessMadeError):
+        await _build(made, ClusterWatch(print))
+    assert seen == [["t/0", "t/1"]]
