@@ -324,25 +324,32 @@ class ActorFactory:
     ) -> Remote:
         """Starts and builds an engine in a bundle.
 
-        ``guest`` is the name of a pool that uses the GPUs of the bundle's process, its host.
+        ``guest`` is the name of a pool that uses the GPUs of the bundle's process, its host. Such
+        an engine starts in its turn, which others wait for: Displaced if the bundle has no place.
         """
         reserved = gpus if self.device == "cuda" and not guest else 0
-        place = await self._shared_place(guest, bundle[1]) if guest else None
         timeouts = self.config.timeouts
         env = engine_env(self.device, timeouts.engine_start_s, timeouts.request_s, trusted)
-        remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
-        try:
-            build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
-            with self._waiting(actor.name):
-                if guest:
-                    await build()
-                else:
-                    await self._build_after_guests(bundle[0], [bundle[1]], build)
-        except BaseException:
-            remote.kill()
-            raise
-        self.engines.append(remote)  # an actor without an object can only be killed
-        return remote
+
+        async def started() -> Remote:
+            place = await self._shared_place(guest, bundle[1]) if guest else None
+            remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
+            try:
+                build = partial(remote.build, factory, args, timeouts.engine_start_s)
+                with self._waiting(actor.name):
+                    if guest:
+                        await build()
+                    else:
+                        await self._build_after_guests(bundle[0], [bundle[1]], build)
+            except BaseException:
+                remote.kill()
+                raise
+            self.engines.append(remote)  # an actor without an object can only be killed
+            return remote
+
+        if guest:
+            return await self.bundles.while_placed(actor.name, bundle, started())
+        return await started()
 
     def _waiting(self, name: str) -> AbstractContextManager[None]:
         return self.waits.on(f"{name} to start", self.config.timeouts.engine_start_s)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import SystemRandom
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ray
 from ray.util.placement_group import (
@@ -89,6 +89,37 @@ class GpuBundles:
                     return PlacementGroupSchedulingStrategy(group, number)
         return None
 
+    async def while_placed(
+        self, name: str, of: tuple[str, int], start: Coroutine[Any, Any, Started]
+    ) -> Started:
+        """The started process ``name`` in the bundle of a pool and index.
+
+        Displaced once the bundle has no place: the start does not wait for another one.
+        """
+        units = (unit for unit in self.units for one in unit.bundles if of == (one.pool, one.index))
+        if (unit := next(units, None)) is None:
+            return await start
+        gone = Displaced(name, "its place in the cluster is lost", "join machines with GPUs")
+
+        async def lost() -> NoReturn:
+            while await self._has_place(unit):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            raise gone
+
+        try:
+            return await race(start, lost())
+        except StageError as error:
+            if isinstance(error, Displaced) or await self._has_place(unit):
+                raise
+            raise gone from error
+
+    async def _has_place(self, unit: Unit) -> bool:
+        """Whether the unit is on a node; True while the head does not answer."""
+        with suppress(StageError):
+            await nodes()
+            return (await asyncio.to_thread(self.asked, [unit])).get(unit) is not None
+        return True
+
     @property
     def needed(self) -> tuple[Unit, ...]:
         """The units without which the run does not start: of a pool that can grow the first."""
@@ -102,16 +133,10 @@ class GpuBundles:
         None for one beyond what is needed that has no place, or loses it meanwhile.
         """
         beyond = (unit for unit in self.units if unit not in self.needed)
-        unit = next((one for one in beyond if (one.pool, one.bundles[0].index) == of), None)
-        if unit is None:
+        if of not in ((unit.pool, unit.bundles[0].index) for unit in beyond):
             return await start
-
-        async def lost() -> None:
-            while (await asyncio.to_thread(self.asked, [unit])).get(unit) is not None:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
-
         with suppress(Displaced):
-            return await race(start, lost())
+            return await self.while_placed(of[0], of, start)
         return None
 
     def places(self, config: RunConfig, pool: str) -> PoolPlaces | None:

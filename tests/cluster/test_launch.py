@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_opd.cluster.actor_factory import ActorFactory, Factories
+from async_opd.checks.gpu_plan import Bundle, Unit
+from async_opd.cluster.actor_factory import ActorFactory, Factories, _RebuildTeacher
 from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.launch import _build
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import Displaced, EngineStartError
+from async_opd.config.sections.teachers import HealthConfig
+from async_opd.core.errors import Displaced, EngineStartError, StageError
+from async_opd.processes.events import State
 from async_opd.processes.own_settings import KEEPS
+from teachers.replica_slots import ReplicaSlots
 from tests.world.clock import settle
 from tests.world.config import run_config
+from tests.world.places import FakePlaces
 from tests.world.processes import FakeHandle
 
 GUEST = {"model": "t", "placement": "colocated", "with": "rollout"}
@@ -306,3 +314,61 @@ async def test_guests_are_in_the_order_of_their_indices_whichever_sleeps_first(
     with pytest.raises(ProcessMadeError):
         await _build(made, ClusterWatch(print))
     assert seen == [["t/0", "t/1"]]
+
+
+@dataclass(frozen=True)
+class OneUnit(GpuBundles):
+    """The unit of a student and its guest, which is ``there`` as long as a test says so."""
+
+    units: tuple[Unit, ...] = (Unit((Bundle("rollout", 0, 1),)),)
+    there: list[bool] = field(default_factory=list)
+
+    async def strategy(self, pool: str, index: int) -> None:
+        if not self.there:
+            await asyncio.Event().wait()
+
+    def asked(self, of: Collection[Unit] | None = None) -> dict[Unit, str | None]:
+        return dict.fromkeys(of or (), "a" if self.there else None)
+
+
+async def test_a_guest_whose_place_is_lost_before_its_turn_is_left_out_of_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its hosts would wait for it without end: the turn has no bound."""
+    bundles, places = OneUnit(there=[True]), FakePlaces()
+    rebuild = _RebuildTeacher(
+        ActorFactory(config(5), "cuda", (), Factories(), print, bundles=bundles)
+    )
+    monkeypatch.setattr(rebuild.actor_factory, "_beside", lambda pool: 0)
+    monkeypatch.setattr(rebuild, "places", lambda teacher: places)
+    slots = ReplicaSlots("t", [None], HealthConfig(), rebuild, asleep=True)
+    running = asyncio.create_task(slots.members.run())
+    places.give(0)
+    await settle()
+    assert slots.members.all[0].state is State.REBUILDING  # it waits for its turn
+    places.there.clear()
+    bundles.there.clear()
+    await slots.wake()
+    await asyncio.wait_for(slots.sleep(), 2)
+    assert slots.members.all[0].state is State.ABSENT
+    running.cancel()
+    await asyncio.wait({running})
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_an_error_of_a_guests_start_is_not_its_own_if_its_place_is_lost(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundles = OneUnit(there=[True])
+    actor_factory = ActorFactory(config(5), "cuda", (), Factories(), print, bundles=bundles)
+    monkeypatch.setattr(actor_factory, "_beside", lambda pool: 0)
+
+    async def place_of(*asked: Any) -> ActorPlacement:
+        if not there:
+            bundles.there.clear()
+        raise StageError("student/0", "its placement group was removed")
+
+    monkeypatch.setattr(Remote, "place_of", place_of)
+    with pytest.raises(StageError) as error:
+        await actor_factory.teacher("t", 0)
+    assert isinstance(error.value, Displaced) == (not there)
