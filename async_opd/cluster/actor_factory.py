@@ -193,6 +193,7 @@ class ActorFactory:
         actor = actor_names.in_pool(host, index)
         strategy = await self.bundles.strategy(host, index)
         return await Remote.place_of(
+            actor.name,
             f"{run_name(self.config)}/{actor.path}",
             strategy,
             self._pool(host).gpus_per_replica,

@@ -54,7 +54,7 @@ from async_opd.models import torchvision_operators, unasked
 from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.own_settings import SAFE_PATH, give_back_large_blocks, yield_to_starting
-from async_opd.waiting.deadline import Bound, Deadline
+from async_opd.waiting.deadline import Bound, Deadline, race
 
 START_KEY, REQUEST_KEY, LIVENESS_KEY = (
     "timeouts.engine_start_s",
@@ -191,7 +191,7 @@ class Remote:
     def __init__(self, name: str, handle: Any, timeout_s: float, restarts: bool = False) -> None:
         self.name = name
         self.shared_place: ActorPlacement | None = None
-        """The place of the GPUs of its host, which it uses: ``build`` refuses any other."""
+        """The place of the GPUs of its host, which it uses: ``build`` refuses another node."""
         self.compare_node: Callable[[str], Awaitable[None]] | None = None
         """``build`` calls it with its node's id first: it raises for one that differs."""
         self.group: PlacementGroup | None = None
@@ -250,17 +250,46 @@ class Remote:
         return made
 
     @classmethod
-    async def place_of(cls, actor: str, bundle: Any, gpus: int, timeout_s: float) -> ActorPlacement:
+    async def place_of(
+        cls, name: str, actor: str, bundle: Any, gpus: int, timeout_s: float
+    ) -> ActorPlacement:
         """The GPUs of a bundle: those of its ``actor``, or of a task that asks for all of them.
 
-        A process of the actor that dies meanwhile leaves them to the task.
+        A process of the actor that dies leaves them to the task. One that could not be reached, or
+        is created later, has them itself: it is asked again while the task waits.
         """
-        with suppress(ValueError, ProcessDied):  # there is no actor of this name
-            return await cls(actor, ray.get_actor(actor), timeout_s).place(timeout_s)
+        host = cls(name, None, timeout_s)
+
+        async def again() -> ActorPlacement:
+            while (place := await host._asked(actor)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+            return place
+
+        async def found() -> ActorPlacement:
+            return await host._asked(actor) or await race(host._of_task(bundle, gpus), again())
+
+        remedy = f"raise {START_KEY} if it can take so long; otherwise it hangs"
+        return await Deadline(name).within(timeout_s, "waiting for its GPUs", found(), remedy)
+
+    async def _asked(self, actor: str) -> ActorPlacement | None:
+        """The place of the actor's process; None if there is none, or it cannot be reached."""
+        with suppress(ValueError, StageError):  # there is no actor of this name
+            await nodes()  # raises if the head does not answer: the next call would not end
+            self._handle = await asyncio.to_thread(ray.get_actor, actor)
+            return await self.place(math.inf)
+        return None
+
+    async def _of_task(self, bundle: Any, gpus: int) -> ActorPlacement:
+        """The place of a task that has all GPUs of the bundle."""
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": bundle}
         task = ray.remote(own_place).options(**options, runtime_env={"env_vars": {SAFE_PATH: "1"}})
-        asked = cls(actor, None, timeout_s)._bounded(task.remote, timeout_s, "its GPUs", START_KEY)
-        return cast(ActorPlacement, await asked)
+        place = task.remote()
+        try:
+            found = await self._bounded(lambda: place, math.inf, "waiting for its GPUs", "")
+            return cast(ActorPlacement, found)
+        except asyncio.CancelledError:
+            ray.cancel(place)  # the host would wait for these GPUs
+            raise
 
     async def place(self, timeout_s: float) -> ActorPlacement:
         """The node and the GPUs of the process."""

@@ -92,7 +92,7 @@ async def test_an_engine_knows_how_long_its_start_may_take_and_a_rank_keeps_its_
 def hosts_on(monkeypatch: pytest.MonkeyPatch, node: str, **gpus: str) -> None:
     """The GPUs of all hosts are on the node; each host has that of its index, or some ``gpus``."""
 
-    async def place_of(actor: str, *asked: Any) -> ActorPlacement:
+    async def place_of(name: str, actor: str, *asked: Any) -> ActorPlacement:
         index = actor.rpartition("/")[2]
         return ActorPlacement(node, tuple(gpus.get(f"_{index}", index).split(",")))
 

@@ -1,0 +1,111 @@
+"""A guest asks which GPUs its host has: the host's process, or a task, both made up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from async_opd.cluster import actor_shell
+from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.core.errors import StageError, StageTimeout
+from tests.world.processes import FakeHandle
+
+HOST, TASK = ActorPlacement("a", ("0",)), ActorPlacement("b", ("1",))
+UNREACHABLE = ray.exceptions.ActorUnavailableError("no connection", None)
+
+
+class Cluster:
+    """Ray as ``place_of`` asks it; ``answers`` are those to its questions for the actor, in turn.
+
+    The last one is given again. A task has GPUs once it is ``free``.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
+        self.answers = [*answers]
+        self.silent, self.asked, self.cancelled = 0, 0, 0
+        self.loop = threading.current_thread()
+        self.task: asyncio.Future[ActorPlacement] = asyncio.get_running_loop().create_future()
+        options = SimpleNamespace(remote=lambda: self.task)
+        made = SimpleNamespace(options=lambda **named: options)
+        monkeypatch.setattr(ray, "remote", lambda work: made)
+        monkeypatch.setattr(ray, "get_actor", self.get_actor)
+        monkeypatch.setattr(ray, "cancel", self.cancel)
+        monkeypatch.setattr(actor_shell, "nodes", self.nodes)
+        monkeypatch.setattr(actor_shell, "POLL_S", 0.001)
+
+    def get_actor(self, name: str) -> Any:
+        assert name == "run/rollouter/replica/0"
+        assert threading.current_thread() is not self.loop  # a lost head does not answer
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, ValueError):
+            raise answer
+        if isinstance(answer, FakeHandle):
+            return answer
+
+        async def place() -> ActorPlacement:
+            raise answer
+
+        return SimpleNamespace(place=SimpleNamespace(remote=place))
+
+    def cancel(self, task: Any) -> None:
+        self.cancelled += 1
+
+    async def nodes(self) -> dict[str, Any]:
+        if self.silent:
+            self.silent -= 1
+            raise StageError("cluster", "Ray's head does not answer")
+        return {}
+
+    async def place(self, timeout_s: float = 5) -> ActorPlacement:
+        asking = Remote.place_of("student/0", "run/rollouter/replica/0", None, 1, timeout_s)
+        return await asyncio.wait_for(asking, 10)
+
+
+NONE = ValueError("no actor of this name")
+
+
+async def test_a_host_that_lives_is_asked_and_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, FakeHandle("a", "0"))
+    monkeypatch.setattr(ray, "remote", None)
+    assert await cluster.place() == HOST
+
+
+@pytest.mark.parametrize("first", [UNREACHABLE, NONE], ids=["cut off", "created meanwhile"])
+async def test_a_host_that_answers_later_is_found_while_a_task_waits_for_its_gpus(
+    first: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(monkeypatch, first, first, FakeHandle("a", "0"))
+    assert await cluster.place() == HOST
+    assert cluster.cancelled == 1  # it would take GPUs that the host needs
+
+
+async def test_without_a_host_a_task_gets_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, NONE)
+    cluster.task.set_result(TASK)
+    assert await cluster.place() == TASK
+    assert cluster.cancelled == 0
+
+
+async def test_a_head_that_is_silent_is_not_asked_for_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, FakeHandle("a", "0"))
+    cluster.silent = 3
+    assert await cluster.place() == HOST
+    assert cluster.asked == 1
+
+
+async def test_the_wait_for_gpus_has_a_bound_and_names_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, NONE)
+    words = r"^student/0: waiting for its GPUs took longer than 0\.05 s"
+    with pytest.raises(StageTimeout, match=words):
+        await cluster.place(0.05)
+    assert cluster.cancelled == 1
