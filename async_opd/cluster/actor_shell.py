@@ -266,7 +266,9 @@ class Remote:
             return place
 
         async def found() -> ActorPlacement:
-            return await host._asked(actor) or await race(host._of_task(bundle, gpus), again())
+            if (place := await host._asked(actor)) is not None:
+                return place
+            return await race(host._of_task(bundle, gpus), again())
 
         remedy = f"raise {START_KEY} if it can take so long; otherwise it hangs"
         return await Deadline(name).within(timeout_s, "waiting for its GPUs", found(), remedy)

@@ -345,12 +345,12 @@ async def test_a_guest_whose_place_is_lost_before_its_turn_is_left_out_of_the_tu
     running = asyncio.create_task(slots.members.run())
     places.give(0)
     await settle()
-    assert slots.members.all[0].state is State.REBUILDING  # it waits for its turn
+    assert [one.state for one in slots.members.all] == [State.REBUILDING]  # it waits for its turn
     places.there.clear()
     bundles.there.clear()
     await slots.wake()
     await asyncio.wait_for(slots.sleep(), 2)
-    assert slots.members.all[0].state is State.ABSENT
+    assert [one.state for one in slots.members.all] == [State.ABSENT]
     running.cancel()
     await asyncio.wait({running})
 
