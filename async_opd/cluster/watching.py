@@ -448,7 +448,8 @@ class ClusterWatch:
             self._notify(f"cluster: {alive[key].name} has joined")
         draining = frozenset(key for key, node in alive.items() if node.draining)
         for key in draining - self._draining:
-            self._notify(f"cluster: {alive[key].name} drains: its processes leave it")
+            leave = "its replicas leave it; those that share GPUs stay until it is lost"
+            self._notify(f"cluster: {alive[key].name} drains: {leave}")
         self._draining = draining
         return bool(draining) or before.keys() != alive.keys()
 

@@ -282,7 +282,7 @@ class RunConfig(Section):
         for name, (pool, shares) in named.items():
             fewest, most = pool.min_replicas, pool.max_replicas
             if fewest < most and shares:
-                fault = f"found {fewest} to {most}, but engines that share GPUs with others stay"
+                fault = f"found {fewest} to {most}, but pools that share GPUs do not grow"
                 yield f"{name}.replicas", fault, "set a number"
             elif fewest < most and self.cluster.address is None:
                 fault = f"found {fewest} to {most}, but a local run has one machine"

@@ -62,7 +62,10 @@ NODE_C = "cluster: machine-c (10.0.0.3)"
         ([{}, {}, *[{"b": B, "c": LOST_C}] * 2], f"{NODE_C} is lost: health check failed"),
         ([{}, {"b": B}], f"{NODE_C} is lost"),
         ([{"b": B}, {"b": B, "d": C}, {}], f"{NODE_C} has joined"),
-        ([{}, *[{"b": B, "c": DRAINING_C}] * 2], f"{NODE_C} drains: its processes leave it"),
+        (
+            [{}, *[{"b": B, "c": DRAINING_C}] * 2],
+            f"{NODE_C} drains: its replicas leave it; those that share GPUs stay until it is lost",
+        ),
     ],
     ids=["lost", "forgotten by Ray", "joined", "drains"],
 )
