@@ -104,8 +104,14 @@ class LaunchedStages:
         return None if verified is None else verified[0]
 
     async def write_verified(self, directory: str) -> str:
-        """See RollouterActor.write_verified."""
-        return await self.singletons.rollouter.write_verified(directory, self.trainer.state_s)
+        """See RollouterActor.write_verified. Supervision ends before; ``rewind`` begins it again.
+
+        An engine that writes answers no probe, and would be killed.
+        """
+        rollouter = self.singletons.rollouter
+        with suppress(StageError):  # a dead actor supervises nothing, either
+            await rollouter.stop(self.singletons.config.supervision.timeout_s)
+        return await rollouter.write_verified(directory, self.trainer.state_s)
 
     async def save_early(self, directory: str) -> None:
         """Saves the student of a run that ends before its time. Raises what the trainer raises.

@@ -7,12 +7,14 @@ import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
 from async_opd.cluster.gpu_bundles import GpuBundles
+from async_opd.cluster.launch import LaunchedStages
 from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.core.errors import (
@@ -73,6 +75,11 @@ class Actor:
     async def push(self) -> SyncReport:
         self.asked.append("push")
         return SyncReport(1, {"sync/seconds": 1.0})
+
+    async def call(self, method: str, timeout_s: float) -> None:
+        self.asked.append(method)
+        if self.broken:
+            raise ProcessDied("rollouter", "its process died")
 
 
 class World:
@@ -237,6 +244,25 @@ async def test_a_replica_that_hangs_while_it_writes_is_left(world: World) -> Non
     assert await world.rollouter.write_verified("folder", 0.01) == "student/1 (float32)"
 
 
+@pytest.mark.parametrize("dead", [False, True])
+async def test_no_replica_is_supervised_while_it_writes(world: World, dead: bool) -> None:
+    await verified(world, DIGESTS, DIGESTS)
+    world.actor.broken = dead  # a dead actor supervises nothing, either
+    world.actor.state_s = 5.0
+    write = world.students[0].write_weights
+
+    async def writing(*given: Any) -> Any:
+        world.actor.asked.append("write")
+        return await write(*given)
+
+    world.students[0].write_weights = writing
+    own, singletons = world.actor, SimpleNamespace(config=world.actor.config)
+    singletons.rollouter = world.rollouter
+    stages = LaunchedStages(own, own, own, own, own, singletons, own)  # type: ignore[arg-type]
+    await stages.write_verified("folder")
+    assert world.actor.asked[-2:] == ["shutdown", "write"]
+
+
 class Starting(Actor):
     """The rollouter's process at the launch; it restarts in ``connect``, and nobody rebuilds it."""
 
@@ -248,7 +274,7 @@ class Starting(Actor):
         timeouts = self.config.timeouts.model_copy(update={"engine_start_s": 0.05})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
-    async def call(self, method: str, timeout_s: float, retry: bool) -> None:
+    async def call(self, method: str, timeout_s: float, retry: bool = False) -> None:
         assert (method, timeout_s) == ("connect", math.inf)
         if self.answer is not None and not retry:  # Remote would repeat it
             raise self.answer
