@@ -148,18 +148,22 @@ class FreshnessWorker(AdapterWorker):
             self._kept[name].copy_(tensor)
             yield name, tensor
 
-    def write_kept(self, directory: str) -> dict[str, str]:
-        """Writes the copy as a model's weights; returns its digests by name. Nothing without one.
+    def write_kept(self, directory: str, sent: dict[str, str]) -> list[str]:
+        """Writes the copy as a model's weights to a new directory, if its digests are those sent.
 
-        An update that broke off leaves tensors of two versions.
+        Returns the names of the tensors whose digests are others, or that it has not: nothing is
+        written then. An update that broke off leaves tensors of two versions.
         """
         digests, kept = Digests(torch), getattr(self, "_kept", {})
         for name, tensor in kept.items():
             digests.add(name, tensor)
-        if kept:
+        others = sorted({name for name, _ in digests.values().items() ^ sent.items()})
+        if not others:
+            folder = Path(directory)
+            folder.mkdir()
             named = dict(experts_apart(kept.items()))
-            save_file(named, Path(directory) / WEIGHTS, metadata={"format": "pt"})
-        return digests.values()
+            save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+        return others
 
     def end_update(self) -> None:
         """Ends an update that other workers did not receive, so that the next one can begin."""

@@ -302,10 +302,13 @@ class StudentReplica:
         if meta.digests:
             refuse_other_digests(self._spec.name, meta, await self._rpc("received_digests"))
 
-    async def write_weights(self, directory: str) -> dict[str, str]:
-        """Writes the newest weights as a model's; their digests by name. See ``write_kept``."""
-        first, *_ = await self._rpc("write_kept", directory)
-        return dict(first)
+    async def write_weights(self, directory: str, sent: dict[str, str]) -> list[str]:
+        """Writes the newest weights as a model's, if they have these digests by name.
+
+        The names of those that have others. See ``write_kept``.
+        """
+        first, *_ = await self._rpc("write_kept", directory, sent)
+        return list(first)
 
     async def finish(self, version: int) -> None:
         """Sets the version of the new weights. WeightSyncError if the engine reports another."""

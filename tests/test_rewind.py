@@ -75,11 +75,13 @@ class Mortal:
     def verified_version(self) -> int | None:
         return self.world.sync.verified
 
-    async def write_verified(self, directory: str) -> str:
+    async def write_verified(self, directory: str) -> tuple[str, str]:
         if self.mixed:
             raise StageError("rollouter", "student/0 has others, of a sync that broke off")
-        (Path(directory) / "weights.json").write_text(str(self.world.sync.verified))
-        return "student/0 (bfloat16)"
+        folder = Path(directory) / "0"
+        folder.mkdir()
+        (folder / "weights.json").write_text(str(self.world.sync.verified))
+        return str(folder), "student/0 (bfloat16)"
 
     def die(self) -> None:
         self.deaths += 1

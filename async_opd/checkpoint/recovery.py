@@ -33,17 +33,21 @@ class VerifiedWeights(Protocol):
 
     @property
     def verified_version(self) -> int | None: ...
-    async def write_verified(self, directory: str) -> str:
-        """Writes them as a model's; the name of the replica, and their dtypes. StageError."""
+    async def write_verified(self, directory: str) -> tuple[str, str]:
+        """Writes them as a model's, to a folder below the directory. StageError.
+
+        Returns the folder, and the name of the replica with their dtypes.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """The weights in a folder, the cut that belongs to them, and the replica that wrote them."""
+    """The cut of ``weights``, which is a folder below ``folder``, and the replica that wrote it."""
 
     folder: Path
     cut: Cut
+    weights: str
     replica: str
 
 
@@ -76,7 +80,7 @@ class Recovery:
         folder = None
         try:
             folder = await in_thread(self.checkpointer.store.begin, cut.step)
-            return Recovered(folder, cut, await self.weights.write_verified(str(folder)))
+            return Recovered(folder, cut, *await self.weights.write_verified(str(folder)))
         except (OSError, StageError) as error:
             cause = error.cause if isinstance(error, StageError) else str(error)
             self.notify(f"no weights of version {version} for the trainer: {cause}")
@@ -92,7 +96,7 @@ class Recovery:
         made, cut, before = self.checkpointer, found.cut, self.checkpointer.lineage
         made.lineage = begun_after(cut.step, before, found.replica)
         try:
-            await made.trainer.adopt(str(found.folder), cut.step, cut.version)
+            await made.trainer.adopt(found.weights, cut.step, cut.version)
             await made.restart_at(cut)
             if cut.step not in await in_thread(made.store.steps):
                 cause = f"the checkpoint of step {cut.step} with its weights was not written"

@@ -103,7 +103,7 @@ class LaunchedStages:
         verified = self.singletons.rollouter.verified
         return None if verified is None else verified[0]
 
-    async def write_verified(self, directory: str) -> str:
+    async def write_verified(self, directory: str) -> tuple[str, str]:
         """See RollouterActor.write_verified. Supervision ends before; ``rewind`` begins it again.
 
         An engine that writes answers no probe, and would be killed.

@@ -55,8 +55,8 @@ class Student(RolloutReplica, WeightReceiver, GpuHost, Protocol):
     async def stop_evaluation(self) -> None:
         """Ends the answers to an evaluation's prompts."""
 
-    async def write_weights(self, directory: str) -> dict[str, str]:
-        """Writes its newest weights as a model's; their digests by name."""
+    async def write_weights(self, directory: str, sent: dict[str, str]) -> list[str]:
+        """Writes its newest weights as a model's, or names the tensors with other digests."""
         ...
 
     def kill(self) -> None:

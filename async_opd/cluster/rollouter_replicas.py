@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from async_opd.cluster.actor_shell import START_KEY, Remote
@@ -192,26 +193,34 @@ class RollouterActor(SingletonActor):
         self.verified = self.newest
         return replace(report, metrics={**report.metrics, **metrics})
 
-    async def write_verified(self, directory: str, bound_s: float) -> str:
-        """Lets a rollout replica write the ``verified`` weights; its name, and their dtypes.
+    async def write_verified(self, directory: str, bound_s: float) -> tuple[str, str]:
+        """Lets a rollout replica write the ``verified`` weights to a folder below the directory.
 
-        StageError with what each replica lacks. The first sync of a run, too, verifies weights.
+        Returns the folder, and the replica's name with their dtypes. StageError with what each
+        replica lacks. The first sync of a run, too, verifies weights.
         """
         assert self.verified is not None
         _, meta = self.verified
         sent, faults = dict(zip(meta.names, meta.digests, strict=True)), list[str]()
         most = self.actor_factory.config.rollout.max_replicas
-        for student in (one.student for one in self.replicas[:most] if one is not None):
+        for index, one in enumerate(self.replicas[:most]):
+            if one is None:
+                continue
+            student = one.student
+            folder = str(Path(directory) / str(index))  # one that is late still writes to its own
             try:
-                writing = student.write_weights(directory)
+                writing = student.write_weights(folder, sent)
                 what = "writing its weights"
-                found = await Deadline(student.name).within(bound_s, what, writing)
+                others = await Deadline(student.name).within(bound_s, what, writing)
             except StageError as error:
                 faults.append(f"{student.name}: {error.cause}")
                 continue
-            if found == sent:
-                return f"{student.name} ({', '.join(sorted(set(meta.dtype_names)))})"
-            faults.append(f"{student.name} has others, perhaps of a sync that broke off")
+            if not others:
+                return folder, f"{student.name} ({', '.join(sorted(set(meta.dtype_names)))})"
+            faults.append(
+                f"{student.name} has other weights in {len(others)} of {len(sent)} tensors "
+                f"({others[0]}), perhaps of a sync that broke off, or was not compared yet"
+            )
         raise StageError("rollouter", "; ".join(faults) or "there is no replica")
 
 

@@ -143,9 +143,9 @@ class FakeReplica(Receiver):
         await self.reach("generate")
         return [make_rollout(f"{prompt.uid}/0", version=version) for prompt in prompts]
 
-    async def write_weights(self, directory: str) -> dict[str, str]:
+    async def write_weights(self, directory: str, sent: dict[str, str]) -> list[str]:
         await self.reach("write_weights")
-        return self.digests
+        return sorted({name for name, _ in sent.items() ^ self.digests.items()})
 
     async def join(self, rendezvous: Any, rank_offset: int) -> None:
         await self.reach("join")
