@@ -221,10 +221,10 @@ class Training:
         await self.stages.rewind(error)
         if recovery is not None and found is not None:
             try:
-                await recovery.checkpoint(found)
-                start = await self._newest()
+                start = await recovery.checkpoint(found, self._newest)
             except StageError as failed:  # a new trainer has the student's first weights again
                 job.message(f"the run goes on without a replica's weights: {failed}")
+                start = await self._newest()
                 await self.stages.rewind(failed)
         cut = start.cut if start else None
         if cut is None or cut.lineage != self._checkpointer.lineage:

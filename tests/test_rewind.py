@@ -389,14 +389,56 @@ async def test_a_trainer_that_does_not_take_the_weights_is_built_again(
         raise StageError("trainer", "weights of another model")
 
     monkeypatch.setattr(FakeTrainer, "adopt", refuses)
-    stages = await dies_after(2, tmp_path)
-    log = (tmp_path / "run.log").read_text()
-    assert "the run goes on without a replica's weights: trainer: weights of another model" in log
+    await goes_on_without(tmp_path, "weights of another model")
+
+
+async def test_a_checkpoint_of_a_replicas_weights_that_is_damaged_is_not_where_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Checkpoints.commit
+
+    def damages(store: Checkpoints, part: Path, cut: Cut, *given: Any) -> Path:
+        folder = commit(store, part, cut, *given)
+        if cut.lineage[-1].replica:
+            (folder / "trainer.json").write_text("")
+        return folder
+
+    monkeypatch.setattr(Checkpoints, "commit", damages)
+    await goes_on_without(tmp_path, "the newest checkpoint is none")
+    assert (tmp_path / "checkpoints/step_4.damaged").is_dir()
+
+
+async def test_a_disk_that_fails_while_the_trainer_takes_a_replicas_weights_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopt, newest, adopted = FakeTrainer.adopt, Checkpoints.newest, list[int]()
+
+    async def adopts(trainer: FakeTrainer, directory: str, step: int, version: int) -> None:
+        adopted.append(step)
+        await adopt(trainer, directory, step, version)
+
+    def fails(store: Checkpoints, notify: Any) -> Any:
+        if adopted:
+            adopted.clear()
+            raise OSError("stale file handle")
+        return newest(store, notify)
+
+    monkeypatch.setattr(FakeTrainer, "adopt", adopts)
+    monkeypatch.setattr(Checkpoints, "newest", fails)
+    await goes_on_without(tmp_path, "stale file handle")
+    assert (tmp_path / "checkpoints/step_4.left").is_dir()  # files are cut to another size
+
+
+async def goes_on_without(folder: Path, cause: str) -> None:
+    """A run whose recovery from a replica's weights fails goes on from its checkpoint."""
+    stages = await dies_after(2, folder)
+    log = (folder / "run.log").read_text()
+    assert re.search(f"the run goes on without a replica's weights: trainer: .*{cause}", log)
     assert stages.rewinds == 2
     assert "the run goes on after step 0" in log
-    assert "checkpoint/from_replica" not in json.loads((tmp_path / "summary.json").read_text())
-    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(pytest.fail)
-    assert newest is None or not any(one.replica for one in newest.cut.lineage)
+    assert "checkpoint/from_replica" not in json.loads((folder / "summary.json").read_text())
+    start = Checkpoints(folder / "checkpoints", 2).newest(pytest.fail)
+    assert start is None or not any(one.replica for one in start.cut.lineage)
 
 
 # ── rollbacks ──────────────────────────────────────────────────────────────────────────────────

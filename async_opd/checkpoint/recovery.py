@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -88,21 +89,30 @@ class Recovery:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             return None
 
-    async def checkpoint(self, found: Recovered) -> None:
+    async def checkpoint(
+        self, found: Recovered, newest: Callable[[], Awaitable[Checkpoint | None]]
+    ) -> Checkpoint:
         """Gives the weights to the trainer, which was just built, and makes them a checkpoint.
 
-        StageError if it does not take them, or they cannot be written: it may have a part of them.
+        StageError if it does not take them, or that is not the newest checkpoint: the trainer may
+        have a part of them.
         """
         made, cut, before = self.checkpointer, found.cut, self.checkpointer.lineage
         made.lineage = begun_after(cut.step, before, found.replica)
         try:
             await made.trainer.adopt(found.weights, cut.step, cut.version)
             await made.restart_at(cut)
-            if cut.step not in await in_thread(made.store.steps):
-                cause = f"the checkpoint of step {cut.step} with its weights was not written"
+            start = await newest()
+            if start is None or start.cut.lineage != made.lineage:
+                cause = f"that of step {cut.step} with its weights was not written: "
+                cause += f"the newest checkpoint is {start.folder.name if start else 'none'}"
                 raise ProcessDied(TRAINER, cause, "see run.log")
-        except BaseException:
+        except (OSError, StageError) as error:
             made.lineage = before
+            with suppress(OSError):  # mostly there is none; it has sizes of files that change now
+                self.notify(await in_thread(made.store.leave, cut.step))
+            if isinstance(error, OSError):
+                raise ProcessDied(TRAINER, str(error), "see run.log") from error
             raise
         finally:
             await asyncio.to_thread(shutil.rmtree, found.folder, ignore_errors=True)
@@ -111,3 +121,4 @@ class Recovery:
             f"the trainer has the weights of version {cut.version} from {found.replica}, and no "
             f"moments; the lineage after step {cut.step} is {made.lineage[-1].id}"
         )
+        return start
