@@ -216,12 +216,16 @@ class Training:
         self.pipeline.rewound = True
         await self._settle()
         start = await self._newest()
-        found = None if recovery is None else await recovery.fetch(start)
+        found, bound = None, self._checkpointer.timeout_s
+        if recovery is not None:
+            with self._waits.on("a replica's weights", bound, " a replica"):
+                found = await recovery.fetch(start)
         self._checkpointer.noted.clear()  # versions are other weights from now on
         await self.stages.rewind(error)
         if recovery is not None and found is not None:
             try:
-                start = await recovery.checkpoint(found, self._newest)
+                with self._waits.on("the trainer to take a replica's weights", bound, " a part"):
+                    start = await recovery.checkpoint(found, self._newest)
             except StageError as failed:  # a new trainer has the student's first weights again
                 job.message(f"the run goes on without a replica's weights: {failed}")
                 start = await self._newest()

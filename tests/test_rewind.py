@@ -26,6 +26,7 @@ from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_b
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.mirror import Mirror
+from async_opd.checkpoint.recovery import Recovery
 from async_opd.checkpoint.resume import cut_files
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied, StageError
@@ -37,6 +38,7 @@ from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.prepare import Prepared
 from async_opd.training import Training
+from async_opd.waiting.waits import Waits
 from tests.properties import examples
 from tests.test_resume import FORM, B, assert_recorded, evaluation, steps_with, trained_rows
 from tests.world.clock import PacedReads, Straggling, settle
@@ -358,6 +360,46 @@ async def test_without_whole_weights_of_a_version_the_run_goes_on_from_the_check
     log = (tmp_path / "run.log").read_text()
     assert "no weights of version 2 for the trainer: student/0 has others" in log
     assert "the run goes on after step 0" in log
+
+
+async def test_before_any_weights_are_verified_the_values_seen_are_reported(tmp_path: Path) -> None:
+    await train(tmp_path, [5], SHAPE, recovery="replica", every=0)
+    assert (
+        "the run goes on without a replica's weights: the verified version is none, "
+        "versions with a cut are none, the newest checkpoint is none"
+    ) in (tmp_path / "run.log").read_text()
+
+
+async def test_weights_that_are_not_newer_than_the_checkpoint_are_not_asked_for(
+    tmp_path: Path,
+) -> None:
+    made = Mortal(SHAPE, None)
+    made.world.sync.verified = 2
+    lines: list[str] = []
+    store: Any = SimpleNamespace()
+    checkpointer = Checkpointer(store, made.trainer, config="", timeout_s=1, notify=lines.append)
+    for version in (1, 2):
+        checkpointer.note(replace(made.world.pipeline.run_state.cut(Captured(0)), version=version))
+    start: Any = SimpleNamespace(cut=SimpleNamespace(step=0), folder=tmp_path / "step_0")
+    assert await Recovery(checkpointer, made, lines.append).fetch(start) is None
+    assert lines == [
+        "the run goes on without a replica's weights: the verified version is 2, "
+        "versions with a cut are 1 (step 0), 2 (step 0), the newest checkpoint is step_0"
+    ]
+
+
+async def test_what_a_recovery_waits_for_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, on = list[str](), Waits.on
+
+    def noted(waits: Waits, what: str, *given: Any) -> Any:
+        named.append(what)
+        return on(waits, what, *given)
+
+    monkeypatch.setattr(Waits, "on", noted)
+    await dies_after(2, tmp_path)
+    assert {"a replica's weights", "the trainer to take a replica's weights"} <= {*named}
 
 
 async def test_cuts_from_before_a_rollback_are_forgotten(

@@ -74,9 +74,16 @@ class Recovery:
         Called before the stages are rebuilt, which forget the version.
         """
         version = self.weights.verified_version
-        cut = None if version is None else self.checkpointer.noted.get(version)
+        noted = self.checkpointer.noted
+        cut = None if version is None else noted.get(version)
         if cut is None or (newest is not None and newest.cut.step >= cut.step):
-            self.notify("no replica has verified weights that are newer than the checkpoint")
+            cuts = ", ".join(f"{one} (step {its.step})" for one, its in sorted(noted.items()))
+            verified = "none" if version is None else version
+            self.notify(
+                f"the run goes on without a replica's weights: the verified version is {verified}, "
+                f"versions with a cut are {cuts or 'none'}, the newest checkpoint is "
+                f"{newest.folder.name if newest else 'none'}"
+            )
             return None
         folder = None
         try:
