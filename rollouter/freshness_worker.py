@@ -136,15 +136,23 @@ class FreshnessWorker(AdapterWorker):
     def _copied(self, weights: Iterator[Named]) -> Iterator[Named]:
         """Yields the tensors, and copies each into the memory of that of the update before.
 
-        It is pinned where they come from a GPU.
+        It is pinned where they come from a GPU. RuntimeError if the host has too little.
         """
         if not hasattr(self, "_kept"):
             self._kept: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
             if name not in self._kept:
-                self._kept[name] = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-                )
+                try:
+                    self._kept[name] = torch.empty(
+                        tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                    )
+                except (MemoryError, RuntimeError) as error:
+                    so_far = sum(one.nbytes for one in self._kept.values()) >> 20
+                    raise RuntimeError(
+                        f"no host memory for the copy of the weights ({name}, {tensor.nbytes} "
+                        f"bytes, after {so_far} MiB: {error}): "
+                        "set cluster.trainer_recovery: checkpoint"
+                    ) from error
             self._kept[name].copy_(tensor)
             yield name, tensor
 

@@ -92,6 +92,21 @@ def test_of_an_update_that_broke_off_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_host_without_memory_for_the_copy_is_named_with_the_setting_that_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def empty(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    words = (
+        r"no host memory for the copy of the weights \(a, 12 bytes, after 0 MiB: CUDA error: out of"
+        r" memory\): set cluster\.trainer_recovery: checkpoint"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        receives(worker(), tensors(1.0))
+
+
 @pytest.mark.parametrize(("rank", "keeps"), [(1, True), (0, False)])
 def test_other_workers_and_engines_that_need_not_keep_nothing(
     rank: int, keeps: bool, tmp_path: Path
