@@ -88,7 +88,9 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     def fill() -> None:
         nonlocal exact, layers
         exact = check_student(fill_student(student, config, device, spec), longest)
-        if config.train.compile is True:  # ``auto`` that is left was not decided
+        if (
+            config.train.compile is True
+        ):  # not ``auto``, which is left where the student's files are not on the driver's machine
             layers = compile_layers(student.model)
 
     rank = Rank(

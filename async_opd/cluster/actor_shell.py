@@ -103,12 +103,14 @@ def imported(module: str) -> ModuleType:
     vLLM and its imports take 4.8 s of processor time instead of 6.4. Later collections leave out
     what the first import made, which lives as long as the process.
     """
+    first = module not in sys.modules or not gc.get_freeze_count()
     gc.disable()
     try:
-        return importlib.import_module(module)
-    finally:
-        if not gc.get_freeze_count():  # another one would keep what has become garbage
+        found = importlib.import_module(module)
+        if first:  # a freeze at each build would keep the garbage of the object before
             gc.freeze()
+        return found
+    finally:
         gc.enable()
 
 

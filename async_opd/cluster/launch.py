@@ -170,7 +170,7 @@ async def launch(
             stages = await race(watch.run(), _build(actor_factory, watch))
         if reaper is not None:
             reaper.track_descendants()
-        gc.collect()  # what is frozen as garbage stays
+        gc.collect()  # garbage that is frozen is never freed
         gc.freeze()  # a later collection of all that imports left stops the event loop for 0.1 s
         try:
             yield stages

@@ -119,7 +119,7 @@ class SingletonActors:
 
         One whose machine was cut off when Ray published where that is learns it five minutes later,
         by Ray's keepalive: its calls wait until then. A new process asks at once. Each end counts
-        in ``supervision.max_restarts``, that of an engine too: its stage takes it for a death.
+        in ``supervision.max_restarts``, that of an engine too: its stage counts it as a death.
         """
 
         def is_killed(engine: Remote, error: StageError) -> None:

@@ -260,7 +260,11 @@ class RunConfig(Section):
             ("sync.fake_quantization", sync.fake_quantization is not None, engines),
             ("train.lora", self.train.lora is not None, "engines have adapters, or merged ones"),
             ("sync.verify_every", sync.verify_every != 1, "1 verifies each version"),
-            ("supervision.max_restarts", not self.supervision.max_restarts, "0 restarts"),
+            (
+                "supervision.max_restarts",
+                self.supervision.max_restarts < 2,
+                "a recovery that fails takes a second restart",
+            ),
             *(
                 (f"teachers.{name}.weight", teacher.weight == "auto", "auto is in checkpoints only")
                 for name, teacher in self.teachers.items()

@@ -217,8 +217,8 @@ def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
     return sent.engine_bytes(engine_dtype(config.rollout.engine, device))
 
 
-def _tensors_sent(size: ModelSize) -> tuple[dict[int, int], int]:
-    """Entries of a tensor in a weight sync, and how many there are; layers with experts.
+def _tensors_sent(size: ModelSize) -> dict[int, int]:
+    """Entries of a tensor in a weight sync, and how many such tensors there are.
 
     All experts of a layer are two tensors (``weight_sync.layout.experts_together``).
     """
@@ -228,19 +228,20 @@ def _tensors_sent(size: ModelSize) -> tuple[dict[int, int], int]:
         sent[matrix] -= layers * size.experts * (beside + 1)
         for together in (beside * size.experts * matrix, size.experts * matrix):
             sent[together] = sent.get(together, 0) + layers
-    return sent, layers
+    return sent
 
 
 def _pinned(config: RunConfig, size: ModelSize, nbytes: int) -> int:
     """Host memory of a snapshot: pinned chunks and larger tensors, up to powers of two each.
 
-    Between two larger tensors there is a chunk at least.
+    Larger tensors of a layer end the chunk before them.
     """
     chunk = config.sync.chunk_mib << 20
     itemsize = 4 if engine_dtype(config.rollout.engine, "cuda") == "float32" else 2
-    tensors, layers = _tensors_sent(size)
-    large = {itemsize * n: count for n, count in tensors.items() if itemsize * n > chunk}
-    rest = max(nbytes - sum(n * count for n, count in large.items()), layers * chunk)
+    sent = _tensors_sent(size).items()
+    large = {itemsize * n: count for n, count in sent if itemsize * n > chunk}
+    ends = size.layers if any(count >= size.layers for count in large.values()) else 0
+    rest = max(nbytes - sum(n * count for n, count in large.items()), 0) + ends * chunk
     large_ = sum(power_of_two(n) * count for n, count in large.items())
     return large_ + rest * power_of_two(chunk) // chunk
 
@@ -285,7 +286,7 @@ def _received(config: RunConfig, machine: Machine) -> Terms:
         return {"received weights": min(sent, copies)}
     if device == "cpu":
         return {"received weights": sent}
-    largest = itemsize * max(_tensors_sent(step.size)[0], default=0)
+    largest = itemsize * max(_tensors_sent(step.size), default=0)
     held = max(chunk, step.size.head_bytes(dtype), largest) + copies
     return {"received weights": min(sent + chunk, held)}
 
@@ -367,9 +368,10 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
     if name in ("rollout", EVAL):
         host |= _received(config, machine)
     if name == "rollout" and config.cluster.trainer_recovery == "replica":
-        factor = 1 if machine.device == "cpu" else machine.sizes(model).pinned()
-        kept = int(weights * factor)  # the first worker has all of them
-        host["weights for the trainer"] = kept // parallel
+        size = machine.sizes(model)
+        sent = replace(size, numels=tuple(_tensors_sent(size).items()))
+        kept = weights if machine.device == "cpu" else int(weights * sent.pinned())
+        host["weights for the trainer"] = kept // parallel  # the first worker has all of them
     if machine.device == "cpu":
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
         return PoolMemory(name, pool.max_replicas, {}, host)

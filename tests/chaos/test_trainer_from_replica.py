@@ -24,7 +24,7 @@ CONFIG = (
 
 
 def until_version(running: Running, version: int) -> None:
-    """Waits for a row that is written when all replicas have so new weights."""
+    """Waits for a row that is written when all replicas have this version."""
     deadline = time.monotonic() + BOUND_S
     while version not in Run(0, "", running.directory, []).values("sync/version"):
         assert running.process.poll() is None, running.read()

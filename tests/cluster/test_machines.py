@@ -8,11 +8,8 @@ take time.
 
 from __future__ import annotations
 
-import itertools
-import re
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ import pytest
 from async_opd.accounting.audit import audit
 from async_opd.checkpoint.store import Checkpoints
 from tests.cluster.simulated import HURRY
-from tests.cluster.test_run import BOUND_S, Run, Running
+from tests.cluster.test_run import BOUND_S, Running
 from tests.world.machines import Machine, Machines
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -61,22 +58,6 @@ def start(at: Machine, address: str, run_dir: Path, *overrides: str) -> Running:
     )
 
 
-def silences(run: Run) -> list[tuple[float, str]]:
-    """Seconds from each line or step to the next one, and the line: a run always waits.
-
-    From the end of its start to its last step.
-    """
-    lines = (run.directory / "run.log").read_text().splitlines()
-    found = [(re.match(r"\d{4}-\S+T\S+", line), line) for line in lines]
-    events = [(datetime.fromisoformat(at[0]).timestamp(), line) for at, line in found if at]
-    up = next(at for at, line in events if "everything is up" in line)
-    steps = [row["time"] for row in run.metrics]
-    events = sorted(
-        one for one in [*events, *((at, "") for at in steps)] if up <= one[0] <= steps[-1]
-    )
-    return [(after - before, line) for (before, line), (after, _) in itertools.pairwise(events)]
-
-
 def steps(running: Running) -> int:
     """Rows of steps until now."""
     rows = running.directory / "metrics.jsonl"
@@ -115,7 +96,6 @@ def test_a_run_survives_a_machine_that_dies_one_that_joins_and_one_that_is_cut_o
     assert run.ended(0, "completed"), run.output
     found = audit(run.directory)
     assert (len(found.trained), found.lost, found.duplicated) == (STEPS * BATCH, (), ())
-    print("longest silence of run.log:", max(silences(run)))
 
 
 def test_a_run_whose_head_and_driver_die_is_resumed_on_another_machine_by_a_new_head(

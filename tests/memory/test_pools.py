@@ -178,13 +178,35 @@ def test_a_snapshot_has_chunks_and_larger_tensors_of_powers_of_two() -> None:
     assert odd == power_of_two(table) + rest * 256 // 200
 
 
-def test_a_snapshot_of_a_mixture_has_two_tensors_of_experts_and_a_chunk_a_layer() -> None:
-    one = 768 * 2560
-    size = replace(SIZES["mixture"], numels=((one, 36 * 128 * 3), (100, 30)))
-    machine = replace(ON_GPUS, sizes=lambda model: size)
+def mixture(experts: int, inner: int) -> tuple[ModelSize, Machine]:
+    """Of 36 layers, and nothing beside its experts."""
+    one = inner * 2560
+    numels = ((one, 36 * experts * 3),)
+    sizes = replace(
+        SIZE, floats=36 * experts * 3 * one, experts=experts, inner=inner, numels=numels
+    )
+    return sizes, replace(ON_GPUS, sizes=lambda model: sizes)
+
+
+def test_experts_larger_than_a_chunk_are_two_tensors_and_end_a_chunk_in_each_layer() -> None:
+    _, machine = mixture(128, 768)
     found = memory_of(config("mixture"), "train", machine).first["snapshot"]
-    together = (power_of_two(2 * 2 * 128 * one), power_of_two(2 * 128 * one))
+    together = (power_of_two(2 * 2 * 128 * 768 * 2560), power_of_two(2 * 128 * 768 * 2560))
     assert found == 36 * (sum(together) + CHUNK)
+
+
+def test_experts_that_have_room_in_a_chunk_take_their_own_bytes() -> None:
+    sizes, machine = mixture(16, 768)
+    assert memory_of(config("mixture"), "train", machine).first["snapshot"] == 2 * sizes.floats
+
+
+def test_kept_weights_of_a_mixture_are_pinned_as_they_are_sent() -> None:
+    _, machine = mixture(160, 512)
+    sections = {"cluster": {"trainer_recovery": "replica"}, "sync": {"verify_every": 1}}
+    recovered = config("mixture", **sections)
+    found = memory_of(recovered, "rollout", machine).host["weights for the trainer"]
+    together = (2 * 2 * 160 * 512 * 2560, 2 * 160 * 512 * 2560)
+    assert found == 36 * sum(map(power_of_two, together))
 
 
 def test_weights_of_sleeping_engines_are_pinned_too() -> None:
