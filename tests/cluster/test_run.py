@@ -223,8 +223,8 @@ def test_all_samples_were_trained_and_those_beyond_the_hard_bound_ran_again(done
 
 def test_its_config_loads_again_to_an_equal_object(done: Run) -> None:
     config = load_config(done.directory / "config.yaml")
-    expected = load_config(EXAMPLE, [*SHORT, *DONE, f"run_dir={done.directory}"])
-    assert config == resolved(expected, "cpu")
+    overrides = [*SHORT, *DONE, f"run_dir={done.directory}", "train.compile=false"]
+    assert config == resolved(load_config(EXAMPLE, overrides), "cpu")
 
 
 def test_it_leaves_a_trace_and_an_offline_run_of_wandb(done: Run) -> None:
