@@ -277,7 +277,7 @@ class Remote:
 
     async def _asked(self, actor: str) -> ActorPlacement | None:
         """The place of the actor's process; None if there is none, or it cannot be reached."""
-        with suppress(ValueError, StageError):  # there is no actor of this name
+        with suppress(ValueError, StageError):  # no actor has this name
             await nodes()  # raises if the head does not answer: the next call would not end
             self._handle = await asyncio.to_thread(ray.get_actor, actor)
             return await self.place(math.inf)

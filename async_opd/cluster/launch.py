@@ -171,7 +171,7 @@ async def launch(
         if reaper is not None:
             reaper.track_descendants()
         gc.collect()  # garbage that is frozen is never freed
-        gc.freeze()  # a later collection of all that imports left stops the event loop for 0.1 s
+        gc.freeze()  # a later collection of all that imports left would stop the event loop
         try:
             yield stages
         finally:

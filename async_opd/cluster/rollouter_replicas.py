@@ -221,7 +221,7 @@ class RollouterActor(SingletonActor):
                 f"{student.name} has other weights in {len(others)} of {len(sent)} tensors "
                 f"({others[0]}), perhaps of a sync that broke off, or was not compared yet"
             )
-        raise StageError("rollouter", "; ".join(faults) or "there is no replica")
+        raise StageError("rollouter", "; ".join(faults) or "no replica exists")
 
 
 async def _ready(student: StudentProxy | None) -> StartedReplica | None:

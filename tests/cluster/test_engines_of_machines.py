@@ -85,7 +85,7 @@ def test_it_completes_and_every_sample_is_trained_once(run: Run) -> None:
 
 
 def test_all_weights_are_verified_on_the_students_machine(run: Run) -> None:
-    verified = run.values("sync/freshness_nats")  # none in a sync while there is no student
+    verified = run.values("sync/freshness_nats")  # none in a sync without a student
     assert len(verified) >= STEPS / SYNC_STEPS / 2
     assert set(run.values("sync/wrong_weights")) == {0}
 

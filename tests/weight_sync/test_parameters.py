@@ -74,7 +74,7 @@ def test_a_joined_parameter_has_to_follow_its_tensors(prefix: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["", PACKED])
 def test_one_expert_of_a_layer_that_stayed_is_found(prefix: str) -> None:
-    """Engines keep all experts of a layer as the trainer has them, under a name of their own."""
+    """Engines keep all experts of a layer as the trainer has them, under a separate name."""
     name = "l.0.mlp.experts.*.gate_proj.weight+up_proj.weight"
     place = (0, f"{prefix}l.0.mlp.experts.routed_experts.w13_weight")
     first, later = torch.randn(4, 6, 5), torch.randn(4, 6, 5)
