@@ -242,13 +242,21 @@ def test_the_model_gives_the_reported_accuracy_in_transformers(done: Run) -> Non
     rows = [json.loads(line) for line in (EXAMPLE.parent / "quickstart/data/eval.jsonl").open()]
     rows = [row for row in rows if row["data_source"] == "sort"][:32]
     prompts = torch.tensor([text.encode(row["prompt"]) for row in rows])
-    answers = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=8, do_sample=False
-    )[:, prompts.shape[1] :]
-    right = sum(
-        text.decode(a.tolist()) == row["answer"] for a, row in zip(answers, rows, strict=True)
+    found = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=8,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
-    assert right / len(rows) == pytest.approx(done.summary["eval/sort/accuracy"])
+    answers = [text.decode(tokens.tolist()) for tokens in found.sequences[:, prompts.shape[1] :]]
+    right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
+    best, second = torch.stack(found.logits).topk(2).values.unbind(-1)
+    # where two tokens are within rounding of each other, vLLM may take the other one
+    near = int((best - second < 1e-3).any(dim=0).sum())
+    reported = done.summary["eval/sort/accuracy"] * len(rows)
+    assert abs(right - reported) <= near + 1e-6
 
 
 @pytest.fixture(scope="module")
