@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -148,9 +147,8 @@ def test_without_a_named_cluster_it_is_bad_input(
 def test_a_cluster_that_is_not_running_is_a_failure_with_a_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    never: Any = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
-    for name, value in never.items():
-        monkeypatch.setenv(name, value)
+    for name in ("gcs_rpc_server_connect_timeout_s", "py_gcs_connect_timeout_s"):
+        monkeypatch.setenv(f"RAY_{name}", "1")
     assert check("cluster.address=127.0.0.1:9") == 1
     shown = capsys.readouterr().err
     assert "the cluster at '127.0.0.1:9' did not answer" in shown
