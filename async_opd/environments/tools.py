@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 from async_opd.core.environments import AssistantMessage, Message, Outcome, ToolCall
 from async_opd.core.errors import StageError
@@ -22,12 +24,16 @@ UNKNOWN = "unknown"
 
 def schemas_of(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, Any], ...]:
     """The JSON schema of each tool. StageError for one without type hints or docstring."""
-    from transformers.utils.chat_template_utils import get_json_schema
+    from transformers.utils import chat_template_utils as templates
 
+    # Only to know a hint that is a tensor it imports torch, which each of a replica's processes
+    # would have in memory. A tool whose hints are tensors has imported torch itself.
+    imported = patch.object(templates, "is_torch_available", lambda: "torch" in sys.modules)
     found = []
     for name, function in functions.items():
         try:
-            found.append(get_json_schema(function))
+            with imported:
+                found.append(templates.get_json_schema(function))
         except Exception as error:  # its parsers raise several kinds
             cause = f"the tool {name} cannot be shown to a model: {error}"
             raise StageError("environment", cause, REMEDY) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from async_opd.core.environments import AssistantMessage, Outcome
 from async_opd.core.errors import StageError
 from async_opd.environments.kinds import kind_of
+from async_opd.environments.tools import schemas_of
 from tests.world.environments import WORLD, call, calls, row, spec_of
 
 
@@ -33,6 +36,32 @@ def test_public_methods_are_tools_with_the_schema_of_their_hints_and_docstring()
         "properties": {"number": {"type": "integer", "description": "The number to add."}},
         "required": ["number"],
     }
+
+
+def test_a_tool_is_shown_without_an_import_of_torch() -> None:
+    program = f"""
+import sys
+from async_opd.environments.tools import schemas_of
+from {WORLD} import multiply
+assert schemas_of(dict(multiply=multiply))[0]["function"]["parameters"]["required"] == ["a", "b"]
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_a_tool_that_takes_a_tensor_is_shown_as_transformers_shows_it() -> None:
+    import torch
+
+    def play(sound: torch.Tensor) -> None:
+        """Plays.
+
+        Args:
+            sound: What is played.
+        """
+
+    play.__annotations__["sound"] = torch.Tensor
+    (schema,) = schemas_of({"play": play})
+    assert schema["function"]["parameters"]["properties"]["sound"]["type"] == "audio"
 
 
 def test_each_call_of_a_turn_has_a_message_in_order_and_others_than_texts_are_json() -> None:
