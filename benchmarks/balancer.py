@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import TeacherProxy
+from async_opd.cluster.remote import Remote
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch, unpack

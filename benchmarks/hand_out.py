@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.trainer_actor import RemoteRankGroup
 from async_opd.core.batch import Batch
 from async_opd.core.samples import Header

@@ -31,8 +31,8 @@ import numpy as np
 
 from async_opd.accounting.images import ImagesInFlight
 from async_opd.accounting.ledger import Ledger
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
+from async_opd.cluster.remote import Remote
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.payloads.stores import NodeStores
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
+from async_opd.cluster.remote import Remote
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import HiddenStates

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
+from async_opd.cluster.remote import Remote
 from async_opd.core.batch import Batch
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs, TopK

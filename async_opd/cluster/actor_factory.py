@@ -18,13 +18,13 @@ from async_opd.checks.gpu_memory import beside
 from async_opd.checks.gpu_plan import RANKS
 from async_opd.checks.resources import Pool, guests_of, hosts_of, pools
 from async_opd.cluster import actor_names
-from async_opd.cluster.actor_names import ActorName, run_name, when_free
-from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
+from async_opd.cluster.actor_names import ActorName, run_name
+from async_opd.cluster.actor_shell import ActorPlacement, shared_environment
 from async_opd.cluster.gpu_bundles import GpuBundles, PoolPlaces
-from async_opd.cluster.network import shared_environment
 from async_opd.cluster.node_checks import ComparedNodes
 from async_opd.cluster.payloads.stores import NodeStores
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
+from async_opd.cluster.remote import START_KEY, Remote, when_free
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher

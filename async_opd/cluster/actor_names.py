@@ -14,19 +14,11 @@ Each run has a separate namespace: two runs of one name on a cluster do not clas
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray.exceptions import ActorAlreadyExistsError
-
-from async_opd.cluster.actor_shell import RETRY_S, START_KEY, Remote
-from async_opd.cluster.watching import nodes
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import TRAINER
 from async_opd.memory.pools import EVAL
 
@@ -80,28 +72,3 @@ def run_name(config: RunConfig) -> str:
 def namespace(config: RunConfig) -> str:
     """A new namespace for the actors of one run; every call returns another."""
     return f"{run_name(config)}-{secrets.token_hex(4)}"
-
-
-async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -> Remote:
-    """The actor of ``create()``, as soon as Ray has freed the name of its predecessor.
-
-    Ray frees the name of an actor that is killed, or whose owner has died. It does not free the
-    name of one that crashed: a rebuild kills that one first. A head that does not answer is asked
-    again: ``ClusterWatch`` ends the run if it is lost. Raises StageTimeout after ``timeout_s``.
-    """
-    last = "another actor still has its name in Ray"
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    await nodes()  # ``create`` would wait without end for a head that is lost
-                except StageError as silent:
-                    last = silent.cause
-                else:
-                    with suppress(ActorAlreadyExistsError):
-                        return create()
-                    last = "another actor still has its name in Ray"
-                await asyncio.sleep(RETRY_S)
-    except TimeoutError as error:
-        cause = f"{last} after {timeout_s:g} s"
-        raise StageTimeout(name, cause, f"raise {START_KEY} if Ray is only slow") from error

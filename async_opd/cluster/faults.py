@@ -2,6 +2,7 @@
 
 an error inside the object                      its own StageError, or one with its message
 the process or its node is lost                 ProcessDied, or ProcessRestarts if it is restarted
+the cluster has no place for the process        ProcessDied
 its answer, or an argument of the call, is lost ProcessDied: it may be alive, and have done the call
 an error of the machine or the cluster          StageError with a remedy
 
@@ -94,11 +95,13 @@ FAULTS = (
         "no machine of the cluster can take its process",
         "take fewer replicas, or join a larger cluster; a colocated teacher needs its host's "
         "machine",
+        becomes=ProcessDied,
     ),
     Fault(
         (found.ActorPlacementGroupRemoved, found.TaskPlacementGroupRemoved),
         "its placement group was removed",
         "see which other jobs use the cluster",
+        becomes=ProcessDied,
     ),
     Fault(
         (found.RuntimeEnvSetupError,),

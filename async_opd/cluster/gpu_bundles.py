@@ -44,7 +44,7 @@ from async_opd.checks.gpu_plan import (
 from async_opd.checks.resources import hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import run_name
-from async_opd.cluster.actor_shell import START_KEY
+from async_opd.cluster.remote import START_KEY
 from async_opd.cluster.watching import (
     ANSWER_S,
     PLACED,

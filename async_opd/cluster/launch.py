@@ -31,7 +31,6 @@ from async_opd.checkpoint.checkpointer import state_s
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, names, reserve
 from async_opd.cluster.node_checks import ComparedNodes, check_nodes
 from async_opd.cluster.proxies import (
@@ -43,6 +42,7 @@ from async_opd.cluster.proxies import (
     TeacherProxy,
     TrainerProxy,
 )
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import joining, ray_session
 from async_opd.cluster.singleton_actors import QueueActor

@@ -21,10 +21,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks.gpu_plan import GpuNode
 from async_opd.checks.nodes import AGREED, NodeReport, Probe, files_of, node_problems, report
-from async_opd.cluster.actor_shell import START_KEY
+from async_opd.cluster.actor_shell import shared_environment
 from async_opd.cluster.faults import to_stage_error
 from async_opd.cluster.gpu_bundles import cluster_nodes, names, planned
-from async_opd.cluster.network import shared_environment
+from async_opd.cluster.remote import START_KEY
 from async_opd.cluster.session import joining, ray_session
 from async_opd.config.registry import TRANSPORTS as BUILT_IN
 from async_opd.config.run_config import RunConfig

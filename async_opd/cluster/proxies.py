@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.rollouter_actor import RollouterService
 from async_opd.core.errors import Displaced
 from async_opd.core.stages import TRAINER

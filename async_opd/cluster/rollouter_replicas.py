@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from async_opd.cluster.actor_shell import START_KEY, Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
     RollouterProxy,
@@ -20,6 +19,7 @@ from async_opd.cluster.proxies import (
     StudentProxy,
     TrainerProxy,
 )
+from async_opd.cluster.remote import START_KEY, Remote
 from async_opd.cluster.rollouter_actor import Predecessor, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError

@@ -9,23 +9,23 @@ trainer    all ranks are rebuilt after the death of one, and the run goes on fro
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from async_opd.cluster.actor_shell import (
-    Remote,
-    end_built,
-)
 from async_opd.cluster.payloads.stores import NodeStores
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
+from async_opd.cluster.remote import RETRY_S, Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import MESSAGE_BYTES
+from async_opd.core.errors import ProcessRestarts, StageError
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
 from async_opd.queue.sizes import EpisodeBounds, call_tokens
-from async_opd.waiting.deadline import Deadline, gather_or_cancel
+from async_opd.waiting.deadline import Bound, Deadline, gather_or_cancel
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import RebuildTeacher, TeacherWeights
@@ -187,3 +187,21 @@ class ScorerActor(SingletonActor):
         """Seconds after which the stage ends colocated teachers that do not go to sleep."""
         colocated = [t for t in self.config.teachers.values() if t.host is not None]
         return max((teacher.health.timeout_s for teacher in colocated), default=0.0)
+
+
+async def end_built(remote: Remote, bound: float) -> None:
+    """Restarts a process that has an object, hangs, or gives no answer within the bound.
+
+    Ray's error is the same for a process that it restarts and for one that cannot be reached for a
+    while: the next answer shows which.
+    """
+    with suppress(StageError, TimeoutError):
+        async with Bound(bound):
+            while True:
+                try:
+                    if not await remote.is_built(bound):
+                        return
+                    break
+                except ProcessRestarts:
+                    await asyncio.sleep(RETRY_S)
+    remote.restart()

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from async_opd.cluster.actor_shell import (
-    Remote,
-    end_built,
-    raise_at_death,
-    raise_unless_built,
-)
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.rollouter_replicas import RollouterActor
-from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, SingletonActor, TrainerActor
+from async_opd.cluster.singleton_actors import (
+    QueueActor,
+    ScorerActor,
+    SingletonActor,
+    TrainerActor,
+    end_built,
+)
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Displaced, ProcessDied, ProcessRestarts, StageError, StageTimeout
 from async_opd.core.stages import TRAINER
@@ -55,10 +56,10 @@ class SingletonActors:
         policy = Policy[SingletonActor](
             supervision=self.config.supervision,
             serve=lambda member: gather_or_cancel(
-                *(raise_at_death(r, bound) for r in member.value.ranks)
+                *(_raise_at_death(r, bound) for r in member.value.ranks)
             ),
             alive=lambda member: gather_or_cancel(
-                *(raise_unless_built(r, bound) for r in member.value.ranks)
+                *(_raise_unless_built(r, bound) for r in member.value.ranks)
             ),
             leave=lambda member: _ended(member, bound),
             displaced=lambda member: _first_displaced(member.value.ranks),
@@ -225,3 +226,15 @@ async def _ended(member: Member[SingletonActor], bound: float) -> None:
         member.value.restart()
     else:
         await gather_or_cancel(*(end_built(rank, bound) for rank in member.value.ranks))
+
+
+async def _raise_unless_built(remote: Remote, bound: float) -> None:
+    """Raises if its process hangs, or was restarted: it then has no object."""
+    if not await remote.is_built(bound):
+        raise ProcessDied(remote.name, "its process died")
+
+
+async def _raise_at_death(remote: Remote, bound: float) -> None:
+    """Raises when its process ends, also if it did before."""
+    await _raise_unless_built(remote, bound)
+    raise await remote.end()

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from async_opd.cluster.actor_shell import Remote
-from async_opd.cluster.network import own_address
+from async_opd.cluster.actor_shell import own_address
 from async_opd.cluster.proxies import NO_TIMEOUT
+from async_opd.cluster.remote import Remote
 from async_opd.config.precision import SCHEMES
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError

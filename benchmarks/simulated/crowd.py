@@ -16,7 +16,7 @@ from typing import Any
 
 from async_opd.cluster.actor_factory import ActorFactory
 from async_opd.cluster.actor_names import ActorName
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.remote import Remote
 
 PROCESSES = 4
 """Of the student's replicas, and of each teacher's."""

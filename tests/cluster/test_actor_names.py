@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorAlreadyExistsError
 
-from async_opd.cluster import actor_names
-from async_opd.cluster.actor_names import namespace, run_name, when_free
+from async_opd.cluster import remote
+from async_opd.cluster.actor_names import namespace, run_name
+from async_opd.cluster.remote import when_free
 from async_opd.core.errors import StageError, StageTimeout
 from tests.cluster.simulated import config
 
@@ -41,7 +42,7 @@ async def test_nothing_starts_until_a_silent_head_answers(monkeypatch: pytest.Mo
         if next(silences, False):
             raise StageError("cluster", "Ray's head does not answer")
 
-    monkeypatch.setattr(actor_names, "nodes", answer)
+    monkeypatch.setattr(remote, "nodes", answer)
     assert await when_free(lambda: next(silences, "an actor"), "student/0", 10) == "an actor"
 
 

@@ -1,128 +1,134 @@
-"""The Ray shell: errors, deaths and endless waits of a process arrive as ours, with its name."""
+"""Where processes listen, and what all of them have in their environment."""
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from functools import partial
+import socket
+from typing import Any, cast
 
 import pytest
 import ray
 
-from async_opd.cluster.actor_shell import Remote
-from async_opd.core.errors import EngineStartError, StageError, StageTimeout
-from tests.world.ray_cluster import started
+from async_opd.cluster import actor_shell
+from async_opd.cluster.actor_shell import (
+    ActorShell,
+    name_interface,
+    own_address,
+    shared_environment,
+)
+from async_opd.config.sections.cluster import ClusterConfig
+from async_opd.core.errors import StageError
+from async_opd.models.engine_args import LOOPBACK
 
-pytestmark = pytest.mark.engine
-
-
-class Victim:
-    """The object that the tests put into an ActorShell."""
-
-    def __init__(self, fail: bool = False) -> None:
-        if fail:
-            print("an error in its log", file=sys.stderr)
-            raise RuntimeError("no such model")
-
-    async def answer(self) -> int:
-        return 42
-
-    async def fail(self) -> None:
-        raise ValueError("bad value")
-
-    async def fail_in_a_group(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._stage_error())
-
-    async def _stage_error(self) -> None:
-        raise StageError("inner", "broke", "mend it")
-
-    async def hang(self) -> None:
-        await asyncio.Event().wait()
-
-    async def die(self) -> None:
-        os._exit(1)
-
-    async def exit_codes_of_children(self, code: str) -> list[int | None]:
-        """Of a process as vLLM starts its engines, and of one as it asks for models."""
-        engine = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
-        engine.start()
-        await asyncio.to_thread(engine.join)
-        command = [sys.executable, "-c", code]
-        return [engine.exitcode, await asyncio.to_thread(subprocess.call, command)]
+JOINED = ClusterConfig(address="auto")
 
 
-VICTIM = f"{__name__}:Victim"
+@pytest.fixture(autouse=True)
+def debian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's name resolves to 127.0.1.1; Ray knows the node's address."""
+
+    def resolved(*args: Any) -> str:
+        return "127.0.1.1"
+
+    monkeypatch.setattr(socket, "gethostbyname", resolved)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    env = {"env_vars": {"PYTHONPATH": os.getcwd()}}
-    local = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-    started(partial(ray.init, **local, runtime_env=env))
-    yield
-    ray.shutdown()
+@pytest.mark.parametrize(
+    ("cluster", "address"),
+    [
+        (JOINED, "10.0.0.7"),
+        (ClusterConfig(), "127.0.0.1"),
+        (ClusterConfig(address="auto", interface="ib0"), "10.1.0.7"),
+    ],
+    ids=["Ray's address of the node", "the loopback of a local run", "the config's interface"],
+)
+def test_a_process_is_reached_at_the_address_of_its_cluster(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, address: str
+) -> None:
+    monkeypatch.setattr(actor_shell, "interface_address", {"ib0": "10.1.0.7"}.__getitem__)
+    assert own_address(cluster) == address
 
 
-@pytest.fixture(scope="module")
-def victim(cluster: None) -> Remote:
-    """One process for all calls after which it lives."""
-    return asyncio.run(built())
+def test_collectives_use_exactly_the_interface_of_the_config() -> None:
+    cluster = ClusterConfig(address="auto", interface="ib0")
+    given = {"NCCL_SOCKET_IFNAME": "eth", "NCCL_CUMEM_ENABLE": "0"}
+    assert shared_environment(cluster, given) == {
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "=ib0",
+        "NCCL_CUMEM_ENABLE": "0",
+    }
 
 
-async def built() -> Remote:
-    remote = Remote.create("victim", timeout_s=30)
-    await remote.build(VICTIM, (), 60)
-    return remote
+@pytest.mark.parametrize("address", ["auto", None])
+def test_variables_of_the_config_come_in_place_of_the_drivers_but_not_of_the_loopback(
+    address: str | None,
+) -> None:
+    env = {"NCCL_ALGO": "Ring", "MY_DATA": 2, "NCCL_IB_HCA": "mlx5"}
+    cluster = ClusterConfig(address=address, env=cast(Any, env))
+    found = shared_environment(cluster, {"NCCL_ALGO": "Tree", "HF_HOME": "/hf"})
+    joined = {"HF_HOME": "/hf"} if address else LOOPBACK
+    assert found == {"NCCL_ALGO": "Ring", "MY_DATA": "2", "NCCL_IB_HCA": "mlx5", **joined}
 
 
-@pytest.mark.usefixtures("cluster")
-class TestRemote:
-    async def test_a_call_returns_the_answer_or_an_error_with_its_cause(
-        self, victim: Remote
-    ) -> None:
-        assert await victim.call("answer") == 42
-        with pytest.raises(StageError, match="victim: fail failed: ValueError: bad value"):
-            await victim.call("fail")
-        with pytest.raises(StageError, match="inner: broke"):  # our own: as it is
-            await victim.call("fail_in_a_group")
-
-    async def test_an_endless_call_ends_in_a_timeout(self, victim: Remote) -> None:
-        with pytest.raises(StageTimeout, match=r"hang took longer than 0\.5 s"):
-            await victim.call("hang", timeout_s=0.5)
-
-    async def test_a_dead_process_is_named(self) -> None:
-        with pytest.raises(StageError, match="victim: its process died during die"):
-            await (await built()).call("die")
-
-    async def test_a_process_reaches_another_one_before_and_after_its_restart(
-        self, victim: Remote
-    ) -> None:
-        other = Remote.create("other", timeout_s=30, restarts=True)
-        await victim.reach(other, 60)
-        other.restart()
-        await victim.reach(other, 60)
-        other.kill()
-        with pytest.raises(StageError, match="other: its process died"):
-            await victim.reach(other, 60)
-
-    async def test_children_of_a_process_without_the_drivers_path_import_torchvision(
-        self, victim: Remote
-    ) -> None:
-        imports = "import torchvision; import transformers.image_utils"
-        assert await victim.call("exit_codes_of_children", imports) == [0, 0]
-
-    async def test_an_object_that_cannot_be_built_is_an_error_with_words_of_its_log(self) -> None:
-        remote = Remote.create("victim", timeout_s=30)
-        with pytest.raises(EngineStartError, match=r"(?s)no such model.*an error in its log"):
-            await remote.build(VICTIM, (True,), 60)
+@pytest.fixture
+def eth0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interface that has the node's address."""
+    monkeypatch.setattr(actor_shell, "interface_of", {"10.0.0.7": "eth0"}.__getitem__)
 
 
-def test_rays_token_authentication_is_on(cluster: None) -> None:
-    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+@pytest.mark.usefixtures("eth0")
+@pytest.mark.parametrize(
+    ("given", "nccl"),
+    [({}, "=eth0"), ({"GLOO_SOCKET_IFNAME": ""}, "=eth0"), ({"NCCL_SOCKET_IFNAME": "ib"}, "ib")],
+)
+def test_collectives_use_the_interface_of_the_nodes_address_unless_the_user_names_one(
+    given: dict[str, str], nccl: str
+) -> None:
+    name_interface(given)
+    assert given == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": nccl}
 
-    assert is_token_auth_enabled()
+
+@pytest.mark.parametrize("cluster", [ClusterConfig(), ClusterConfig(address="a", interface="ib0")])
+def test_no_interface_is_looked_for_where_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig
+) -> None:
+    monkeypatch.setattr(actor_shell, "interface_of", pytest.fail)
+    given = shared_environment(cluster, {})
+    named = dict(given)
+    name_interface(given)
+    assert given == named
+
+
+def test_a_node_without_an_interface_of_its_address_can_run_what_names_both() -> None:
+    with pytest.raises(StageError, match="no interface"):
+        name_interface({"GLOO_SOCKET_IFNAME": "eth0"})
+    name_interface({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"})
+
+
+@pytest.mark.usefixtures("eth0")
+async def test_an_actors_process_names_its_interface_before_it_imports_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in LOOPBACK:
+        monkeypatch.setenv(name, "")
+    with pytest.raises(ModuleNotFoundError):
+        await ActorShell.build(cast(Any, None), "no_such_module:made", ())
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_processes_of_a_joined_cluster_get_settings_of_networks_and_models_and_no_secret() -> None:
+    shared = {
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_IB_HCA": "mlx5_0",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+        "VLLM_NCCL_SO_PATH": "/opt/libnccl.so.2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "HF_HOME": "/shared/hf",
+        "HF_HUB_OFFLINE": "1",
+        "https_proxy": "http://proxy:3128",
+        "NO_PROXY": "10.0.0.0/8",
+    }
+    others = {"PATH": "/bin", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "0", "NCCLX": "1"}
+    secret = {"HF_TOKEN": "hf_short", "http_proxy": "http://user:password@proxy:3128"}
+    assert shared_environment(JOINED, shared | others | secret) == shared

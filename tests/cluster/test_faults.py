@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray import exceptions as found
 
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.faults import FAULTS, to_stage_error
 from async_opd.cluster.proxies import QueueProxy
+from async_opd.cluster.remote import Remote
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
 
 RAYS = [
@@ -149,7 +149,7 @@ UNAVAILABLE = made(found.ActorUnavailableError)
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call is repeated without a pause."""
-    monkeypatch.setattr("async_opd.cluster.actor_shell.RETRY_S", 0)
+    monkeypatch.setattr("async_opd.cluster.remote.RETRY_S", 0)
 
 
 @pytest.mark.usefixtures("at_once")

@@ -13,10 +13,11 @@ import pytest
 from async_opd.checks.gpu_plan import Bundle, Unit
 from async_opd.cluster.actor_factory import ActorFactory, Factories, _RebuildTeacher
 from async_opd.cluster.actor_names import ActorName, student
-from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.launch import _build
 from async_opd.cluster.proxies import TeacherProxy
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import HealthConfig

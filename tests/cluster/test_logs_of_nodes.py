@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.session import LOGS, ray_session
 from tests.world.config import run_config
 from tests.world.ray_cluster import ray_cluster

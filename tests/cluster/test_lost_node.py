@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks.resources import gpus_of_cluster
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.gpu_bundles import gpu_nodes, names, reserve
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.watching import Placement
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (

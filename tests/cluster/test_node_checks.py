@@ -16,8 +16,8 @@ from async_opd.checks import nodes
 from async_opd.checks.nodes import NodeReport
 from async_opd.cluster import actor_names, node_checks
 from async_opd.cluster.actor_factory import ActorFactory, Factories
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.node_checks import ComparedNodes, check_nodes
+from async_opd.cluster.remote import Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError, StageTimeout
 from tests.world.config import run_config

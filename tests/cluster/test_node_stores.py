@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.payloads.stores import NodeStore, NodeStores
+from async_opd.cluster.remote import Remote
 from tests.world.clock import settle
 from tests.world.payloads import StoreProcess
 

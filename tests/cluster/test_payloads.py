@@ -14,8 +14,8 @@ import pytest
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.accounting.audit import audit
-from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.payloads.stores import NodeStore, NodeStores
+from async_opd.cluster.remote import Remote
 from async_opd.core.errors import StageError
 from tests.cluster.simulated import HURRY
 from tests.cluster.test_run import Run, Running

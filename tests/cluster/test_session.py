@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ray
 
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.remote import Remote
 from async_opd.cluster.session import MESSAGES, RAYS_ASSERTION, ray_session, without_rays_assertion
 from async_opd.config.load import load_config
 

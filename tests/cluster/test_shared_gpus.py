@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from async_opd.cluster import actor_shell
-from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster import remote
+from async_opd.cluster.actor_shell import ActorPlacement
+from async_opd.cluster.remote import Remote
 from async_opd.core.errors import StageError, StageTimeout
 from tests.world.processes import FakeHandle
 
@@ -35,8 +36,8 @@ class Cluster:
         monkeypatch.setattr(ray, "remote", lambda work: made)
         monkeypatch.setattr(ray, "get_actor", self.get_actor)
         monkeypatch.setattr(ray, "cancel", self.cancel)
-        monkeypatch.setattr(actor_shell, "nodes", self.nodes)
-        monkeypatch.setattr(actor_shell, "POLL_S", 0.001)
+        monkeypatch.setattr(remote, "nodes", self.nodes)
+        monkeypatch.setattr(remote, "POLL_S", 0.001)
 
     def get_actor(self, name: str) -> Any:
         assert name == "run/rollouter/replica/0"
@@ -67,6 +68,7 @@ class Cluster:
         return await asyncio.wait_for(asking, 10)
 
 
+MOVED = ray.exceptions.ActorPlacementGroupRemoved()
 NONE = ValueError("no actor of this name")
 
 
@@ -76,13 +78,33 @@ async def test_a_host_that_lives_is_asked_and_no_task(monkeypatch: pytest.Monkey
     assert await cluster.place() == HOST
 
 
-@pytest.mark.parametrize("first", [UNREACHABLE, NONE], ids=["cut off", "created meanwhile"])
+@pytest.mark.parametrize(
+    "first", [UNREACHABLE, NONE, MOVED], ids=["cut off", "created meanwhile", "without a place"]
+)
 async def test_a_host_that_answers_later_is_found_while_a_task_waits_for_its_gpus(
     first: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = Cluster(monkeypatch, first, first, FakeHandle("a", "0"))
     assert await cluster.place() == HOST
     assert cluster.cancelled == 1  # it would take GPUs that the host needs
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.RaySystemError("no such function"),
+        ray.exceptions.RayTaskError("place", "", RuntimeError("no such function")),
+    ],
+    ids=["of Ray", "of its process"],
+)
+async def test_an_error_of_the_host_that_does_not_mean_its_absence_ends_the_wait(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(monkeypatch, NONE, error)
+    with pytest.raises(StageError, match=r"student/0: .* no such function") as found:
+        await cluster.place()
+    assert found.value.__cause__ is error
+    assert cluster.cancelled == 1
 
 
 async def test_without_a_host_a_task_gets_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ from async_opd.checks.resources import pools
 from async_opd.cluster import actor_names, gpu_bundles
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.actor_names import run_name
-from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, reserve
 from async_opd.cluster.node_checks import check_nodes
+from async_opd.cluster.remote import Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError
 from async_opd.models.engine_args import Device

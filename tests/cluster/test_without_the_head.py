@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from async_opd.cluster import actor_shell
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster import remote
+from async_opd.cluster.remote import Remote
 
 
 @pytest.mark.parametrize("end", [Remote.kill, Remote.restart])
@@ -21,7 +21,7 @@ def test_a_lost_head_is_not_waited_for(end: Any, monkeypatch: pytest.MonkeyPatch
         answers.wait(60)
 
     monkeypatch.setattr(ray, "kill", kill)
-    monkeypatch.setattr(actor_shell, "CONFIRM_S", 0.01)
+    monkeypatch.setattr(remote, "CONFIRM_S", 0.01)
     end(Remote("student/0", None, 5))
     assert asked.is_set()
     answers.set()

@@ -232,7 +232,7 @@ def test_every_process_of_a_run_leaves_the_working_directory_out(
 ) -> None:
     import ray
 
-    from async_opd.cluster.actor_shell import Remote
+    from async_opd.cluster.remote import Remote
 
     seen: list[dict[str, str]] = []
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import ray
 
-from async_opd.cluster import actor_shell as host
-from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster import remote as host
+from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.faults import last_error_lines
+from async_opd.cluster.remote import Remote
 from async_opd.core.errors import EngineStartError, StageError
 from async_opd.processes.last_lines import LOG_BYTES, MAX_LINE_CHARACTERS
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import async_opd.weight_sync.rendezvous as rendezvous_module
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.remote import Remote
 from async_opd.core.errors import StageError, WeightSyncError
 from async_opd.models.engine_args import LOOPBACK
 from async_opd.weight_sync.gloo_group import gloo_group

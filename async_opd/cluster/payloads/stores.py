@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ray._private.internal_api import node_stats
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.remote import Remote
 from async_opd.core.errors import StageError
 from async_opd.waiting.deadline import Bound, offload
 
