@@ -244,7 +244,7 @@ def _run(arguments: argparse.Namespace) -> int:
         message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
     if arguments.dry_run:
-        dry_run = _loaded("tools.check:dry_run")
+        dry_run = _loaded("tools.dry_run:dry_run")
         dry_run(config, arguments.config, arguments.redacted, arguments.resume)
         return OK
     ready = prepare(config, arguments.config, resume=arguments.resume)

@@ -11,38 +11,24 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.checkpoint.earlier_run import (
     is_completed,
     left_in,
     refuse_another,
-    refuse_begun,
     refuse_mirrored,
     take_mirrored,
 )
-from async_opd.checkpoint.mirror import Mirror
-from async_opd.checkpoint.resume import (
-    IDENTITY,
-    cut_files,
-    identity,
-    refuse_changes,
-    refuse_impossible,
-)
-from async_opd.checkpoint.store import Checkpoint, Checkpoints, load
-from async_opd.checks.preflight import Inputs
+from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.store import load
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.cluster.watching import RECONNECT, left_s
-from async_opd.config.load import dump_config
-from async_opd.config.run_config import RunConfig
-from async_opd.config.secrets import Redactor
 from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
@@ -54,17 +40,12 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
-from async_opd.files.foreign import foreign
-from async_opd.files.lines import json_object
-from async_opd.files.numbers import MOST_S, number_of
-from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
-from async_opd.files.safe_open import private_files, write_atomically
-from async_opd.job import Job
+from async_opd.files.safe_open import private_files
+from async_opd.job import Job, describe, opened
 from async_opd.models.tokenizer import Text
-from async_opd.observability.live.console import open_console, resume_command
-from async_opd.observability.live.live_file import LiveFile, read_live
-from async_opd.observability.run_log import SUMMARY, RunLog
+from async_opd.observability.live.console import resume_command
+from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
 from async_opd.prepare import Prepared
@@ -101,85 +82,12 @@ def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> 
         if taken or not (run_dir / "config.yaml").exists():
             # a completed run comes without the files that each run writes itself
             with private_files(), run_lock(run_dir):
-                _describe(run_dir, config, inputs)
+                describe(run_dir, config, inputs)
         print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
-    with private_files(), run_lock(run_dir):
-        return _run_in(run_dir, replace(ready, config=config), resume, viewers, taken)
-
-
-def _describe(run_dir: Path, config: RunConfig, inputs: Inputs) -> None:
-    write_atomically(run_dir / "config.yaml", dump_config(config))
-    write_atomically(run_dir / IDENTITY, identity(config, inputs.checked))
-
-
-def _run_in(
-    run_dir: Path, ready: Prepared, resume: bool, viewers: Sequence[Sink], notes: list[str]
-) -> int:
-    """Runs in a directory whose run lock is held. ``notes`` become messages."""
-    config, inputs = ready.config, ready.inputs
-    start = _start(config, inputs, run_dir, resume, notes.append)
-    earlier_s = _seconds_of(run_dir) if resume else 0.0
-    write_run_format(run_dir)
-    (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
-    _describe(run_dir, config, inputs)
-    redacted = Redactor(config.model_dump(mode="json", by_alias=True))
-    add_origin(run_dir, sys.argv[1:], redacted, ready.device)
-    cut = start.cut if start else None
-    before = cut_files(run_dir, cut) if resume else None
-    size = cut.files.get(LEDGER, 0) if cut else 0
-    mirror = Mirror.of(config, run_dir)
-    sinks = [*_viewers(config, run_dir, earlier_s), *viewers]
-    sinks += [] if mirror is None else [mirror]
-    with (
-        RunLog(config, run_dir, before=before, viewers=sinks, earlier_s=earlier_s) as log,
-        Journal(run_dir / LEDGER, size) as journal,
-    ):
-        if mirror is not None:
-            mirror.notify, mirror.summarize = log.message, log.summarize
-        for note in [*inputs.notes, *notes]:
-            log.message(note)
-        job = Job(ready, run_dir, start, log, journal, mirror)
+    ready = replace(ready, config=config)
+    with private_files(), run_lock(run_dir), opened(ready, run_dir, resume, viewers, taken) as job:
         return run_to_end(_run(job), uvloop.new_event_loop)
-
-
-def _seconds_of(run_dir: Path) -> float:
-    """Seconds of the parts of a run so far, by its summary; of a killed one by its live file."""
-    with suppress(OSError):
-        summary = json_object((foreign(run_dir) / SUMMARY).read().decode(errors="replace")) or {}
-        seconds = number_of(summary.get("seconds"))
-        if seconds is not None and 0 <= seconds <= MOST_S:
-            return seconds
-    live = read_live(run_dir)
-    return 0.0 if live is None else max(live.elapsed_s, 0.0)
-
-
-def _viewers(config: RunConfig, run_dir: Path, earlier_s: float) -> list[Sink]:
-    """The sinks for viewers: ``async_opd watch``, and the console of the config."""
-    console = open_console(config, time.time, None, earlier_s)
-    live = LiveFile(run_dir, earlier_s=earlier_s)
-    return [live, *([] if console is None else [console])]
-
-
-def _start(
-    config: RunConfig, inputs: Inputs, run_dir: Path, resume: bool, notify: Callable[[str], None]
-) -> Checkpoint | None:
-    """The checkpoint at which the run begins, None for the start.
-
-    ConfigError if the run directory holds an earlier run, or a checkpoint of another config.
-    """
-    store = Checkpoints.of(config, run_dir, inputs.eval)
-    if not resume:
-        refuse_begun(run_dir)
-        return None
-    start = store.newest(notify)
-    if start is None:
-        notify(f"{run_dir} has no checkpoint: the run starts from the beginning")
-        return None
-    refuse_changes(start.config, identity(config, inputs.checked))
-    refuse_impossible(start.cut, config)
-    notify(f"going on after step {start.cut.step}, weight version {start.cut.version}")
-    return start
 
 
 @dataclass

@@ -122,11 +122,11 @@ def driver(kind: str, found: Path, arguments: list[str]) -> int:
         factories = Factories(student=Factory("benchmarks.walks:build_student"))
         status = run_module._exit_status
 
-        def exit_status(error: BaseException) -> Any:
+        def exit_status(error: BaseException, run_dir: Path) -> Any:
             if isinstance(cause := first_cause(error), Counted):
                 around = [f"{frame.filename}:{frame.name}" for frame in _stack()]
                 found.write_text(json.dumps([*cause.way(), *around]))
-            return status(error)
+            return status(error, run_dir)
 
         run_module._exit_status = exit_status
     run_module.launch = partial(launch, factories=factories)  # type: ignore[assignment]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from async_opd import job
 from async_opd import run as module
 from async_opd.checkpoint import mirror as mirror_module
 from async_opd.checkpoint.earlier_run import RUN_OUTPUTS, is_completed
@@ -147,7 +148,7 @@ def test_a_run_that_begins_writes_its_format_first(
     def full(path: Path, text: str) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(module, "write_atomically", full)  # the config, which comes next
+    monkeypatch.setattr(job, "write_atomically", full)  # the config, which comes next
     with pytest.raises(OSError, match="the disk is full"):
         run(ready(config(run_dir=str(tmp_path))), resume)
     assert [path.name for path in tmp_path.iterdir()] == [FORMAT_FILE]
@@ -306,7 +307,7 @@ def test_a_console_that_fails_costs_neither_the_model_nor_the_exit_code(
     call: str,
 ) -> None:
     console = Recorder("console", fails=(call,))
-    monkeypatch.setattr("async_opd.run.open_console", lambda *_: console)
+    monkeypatch.setattr("async_opd.job.open_console", lambda *_: console)
     assert run(ready(quiet(tmp_path))) == 0
     assert (tmp_path / "model").is_dir()
 
@@ -353,7 +354,7 @@ def test_a_run_that_begins_writes_how_it_was_started(
     def full(*_: object, **__: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(module, "RunLog", full)  # it comes next
+    monkeypatch.setattr(job, "RunLog", full)  # it comes next
     monkeypatch.setattr("sys.argv", ["async_opd", "run", "config.yaml"])
     with pytest.raises(OSError, match="full"):
         run(ready(config(run_dir=str(tmp_path))))

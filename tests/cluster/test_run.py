@@ -22,7 +22,7 @@ from async_opd.config.device_defaults import resolved
 from async_opd.config.load import load_config
 from async_opd.models.tokenizer import Text
 from async_opd.observability.metric_catalogue import unknown
-from async_opd.tools.check import outputs
+from async_opd.tools.dry_run import outputs
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # slow: first, beside all other engines
 

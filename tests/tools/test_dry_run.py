@@ -18,7 +18,7 @@ from async_opd.checkpoint.store import CONFIG, CUT, FOLDER, MANIFEST
 from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.files.run_format import write_run_format
-from async_opd.tools.check import outputs
+from async_opd.tools.dry_run import outputs
 from tests.checkpoint.test_store import cut
 from tests.world.cli import Cli
 
