@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.models.engine_args import Device
+from async_opd.observability.stall import most_tokens
 from async_opd.waiting.deadline import Deadline, endless, race
+from async_opd.waiting.liveness import ProgressWatchdog
 
 if TYPE_CHECKING:
     from rollouter.stage import RollouterStage
@@ -28,17 +30,25 @@ class ToolEngines:
     notify: Notify
 
     async def of_student(
-        self, config: RunConfig, stage: str, ask: Callable[[RollouterStage], Awaitable[Result]]
+        self,
+        config: RunConfig,
+        stage: str,
+        ask: Callable[[RollouterStage], Awaitable[Result]],
+        requests: int,
     ) -> Result:
-        """The answer of ``eval.replicas`` of the student.
+        """The answer of ``eval.replicas`` of the student, which get so many requests.
 
-        StageError, of this ``stage`` if the engines end before they have answered.
+        StageError, of this ``stage`` if the engines end before they have answered, or compute no
+        token for ``timeouts.stall_s``.
         """
         from async_opd.cluster.launch import launch_evaluators
 
         given: dict[str, Any] = {"device": self.device, "eos_ids": self.eos_ids}
         async with launch_evaluators(config, notify=self.notify, **given) as engines:
-            return await race(ask(engines), endless(stage, engines.run(), "before it had answered"))
+            watchdog = ProgressWatchdog(stage, config.timeouts.stall_s, "timeouts.stall_s")
+            most = most_tokens(config, requests)
+            asked = watchdog.within("waited for answers", ask(engines), engines.progress, most)
+            return await race(asked, endless(stage, engines.run(), "before it had answered"))
 
     async def of_teacher(
         self,

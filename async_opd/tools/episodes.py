@@ -20,13 +20,10 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.data.prompts import to_prompt
 from async_opd.models.engine_args import Device
 from async_opd.models.tokenizer import Text
-from async_opd.observability.stall import most_tokens
 from async_opd.prepare import Prepared
 from async_opd.processes.output import write_stderr
 from async_opd.tools.engines import ToolEngines
 from async_opd.tools.evaluate import evaluation_config
-from async_opd.waiting.liveness import ProgressWatchdog
-from rollouter.stage import RollouterStage
 
 SHOWN = 1000
 """Characters of one part of an episode."""
@@ -56,14 +53,10 @@ async def _played(
     sampling = SamplingSpec(
         rollout.max_tokens, rollout.temperature, rollout.top_p, 1, rollout.top_k, rollout.min_p
     )
-    watchdog = ProgressWatchdog("episodes", config.timeouts.stall_s, "timeouts.stall_s")
-
-    async def asked(stage: RollouterStage) -> list[Rollout]:
-        work, most = stage.generate(prompts, sampling), most_tokens(config, len(prompts))
-        return await watchdog.within("waited for episodes", work, stage.progress, most)
-
     engines = ToolEngines(device, text.response_ends(), lambda line: write_stderr(indented(line)))
-    return await engines.of_student(config, "episodes", asked)
+    return await engines.of_student(
+        config, "episodes", lambda stage: stage.generate(prompts, sampling), len(prompts)
+    )
 
 
 def _lines(rollout: Rollout, text: Text, redacted: Redactor) -> Iterator[str]:

@@ -222,24 +222,18 @@ async def _measured(
     evaluated: RunConfig, device: Device, text: Text, evaluation: Evaluation, teacher: str | None
 ) -> dict[str, float]:
     """The metrics, after the answers are written. StageError."""
-    from async_opd.observability.stall import most_tokens
     from async_opd.tools.engines import ToolEngines
-    from async_opd.waiting.liveness import ProgressWatchdog
-
-    watchdog = ProgressWatchdog("evaluation", evaluated.timeouts.stall_s, "timeouts.stall_s")
 
     async def asked(stage: RollouterStage) -> EvaluationResult:
         async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
             seen = [prompt.for_teacher for prompt in prompts] if teacher else prompts
             return await stage.generate(seen, sampling)
 
-        work = evaluation.run(answers, "eval")
-        most = most_tokens(evaluated, evaluation.requests)
-        return await watchdog.within("waited for answers", work, stage.progress, most)
+        return await evaluation.run(answers, "eval")
 
     engines = ToolEngines(device, text.response_ends(), _say)
     try:
-        measured = await engines.of_student(evaluated, "evaluation", asked)
+        measured = await engines.of_student(evaluated, "evaluation", asked, evaluation.requests)
         await asyncio.to_thread(evaluation.record, ANSWERS, measured)
     finally:
         evaluation.close()

@@ -34,7 +34,7 @@ from async_opd.models.model_files import ModelFiles
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import check_inputs
 from async_opd.tools.doctor.bias import unknown_bias
-from async_opd.tools.engines import STALL, Notify, ToolEngines
+from async_opd.tools.engines import Notify, ToolEngines
 from async_opd.tools.evaluate import evaluation_config
 from async_opd.tools.probe.asked import AskedSource, asked_sources
 from async_opd.tools.probe.figures import Measured
@@ -47,7 +47,7 @@ from async_opd.tools.probe.measuring import (
     scored,
     with_whole,
 )
-from async_opd.waiting.deadline import Deadline, gather_or_cancel
+from async_opd.waiting.deadline import gather_or_cancel
 from teachers.endpoint.check import check_endpoints
 
 TOP_K, SERVED_TOP_K = 64, 20
@@ -131,12 +131,9 @@ async def _of_student(
     async def answers(stage: Answerer) -> list[StudentAnswers]:
         return [await ask_student(stage, one.asked) for one in sources]
 
-    async def bounded(stage: Answerer) -> list[StudentAnswers]:
-        bound = config.timeouts.stall_s
-        return await Deadline("student").within(bound, "answering", answers(stage), STALL)
-
     alone = evaluation_config(config, None, None)
-    return await engines.of_student(alone, "student", bounded)
+    requests = sum(len(one.asked.prompts) * (one.asked.evaluated.n + 1) for one in sources)
+    return await engines.of_student(alone, "student", answers, requests)
 
 
 def _with_top_k(config: RunConfig) -> RunConfig:

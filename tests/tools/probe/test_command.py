@@ -21,6 +21,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import VllmTeacher
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import EngineStartError, Problem, StageError
+from async_opd.core.reports import Progress
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import TopK
 from async_opd.core.stages import SamplingSpec
@@ -49,6 +50,9 @@ class Replica:
         if self.fails:
             raise StageError("eval/0", "its process died")
         await asyncio.Event().wait()
+
+    async def progress(self) -> Progress:
+        return Progress(0)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         if self.fails:
