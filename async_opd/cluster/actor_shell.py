@@ -31,13 +31,13 @@ from async_opd.processes.listening import interface_address, interface_of, liste
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.own_settings import give_back_large_blocks, yield_to_starting
 
-PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "HF_")
-NAMES = {
+SHARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "HF_")
+SHARED_NAMES = {
     "VLLM_NCCL_SO_PATH",
     *(f"{scheme}_proxy" for scheme in ("http", "https", "all", "no")),
     *(f"{scheme}_PROXY" for scheme in ("HTTP", "HTTPS", "ALL", "NO")),
 }
-"""Variables of the driver that every process of a joined cluster gets, beside ``PREFIXES``.
+"""Variables of the driver that every process of a joined cluster gets, beside ``SHARED_PREFIXES``.
 
 The trainer and the engines form one NCCL communicator, in which all have to have the same settings
 (``NCCL_CUMEM_ENABLE``). vLLM 0.32 changes some of them for its own communicators only
@@ -95,7 +95,7 @@ def _named(interface: str) -> dict[str, str]:
 
 
 def _is_shared(name: str) -> bool:
-    return name in NAMES or name.startswith(PREFIXES)
+    return name in SHARED_NAMES or name.startswith(SHARED_PREFIXES)
 
 
 @dataclass(frozen=True)
