@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from async_opd.tools.qualify.measurements import gemma
+
 SPECIAL = (
     *("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"),
     *("<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>"),
 )
-OF_GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
-TOKENS = (*SPECIAL, *map(chr, range(32, 127)), "\n", *OF_GEMMA, *("\n" * n for n in (2, 3, 4)))
-LINES = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
-"""Merges of the tokenizer: Gemma's processor adds two ends of lines, and vLLM joins them."""
+LINE, *LINES = gemma.LINES
+TOKENS = (*SPECIAL, *map(chr, range(32, 127)), LINE, *gemma.OF_IMAGES, *LINES)
 SIZE = 128
 """Rows of the embeddings."""
 EOS = TOKENS.index("<|im_end|>")
@@ -60,9 +60,11 @@ def tokenizer(template: str, **named: str) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.BPE({t: i for i, t in enumerate(TOKENS)}, LINES, unk_token="<unk>"))
+    core = Tokenizer(
+        models.BPE({t: i for i, t in enumerate(TOKENS)}, gemma.MERGES, unk_token="<unk>")
+    )
     core.decoder = decoders.Fuse()
-    special = (*SPECIAL, *OF_GEMMA)
+    special = (*SPECIAL, *gemma.OF_IMAGES)
     core.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
     made = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -173,56 +175,12 @@ def llava(folder: Path, seed: int = 0) -> Path:
         num_additional_image_tokens=1,
     )
     _saved(transformers.LlavaForConditionalGeneration, config, processor, folder, seed)
-    return _as_on_the_hub(folder)
+    return gemma.as_on_the_hub(folder)
 
 
-def gemma3(folder: Path, seed: int = 0) -> Path:
+def gemma3(folder: Path) -> Path:
     """A Gemma 3 of two layers: SigLIP's tower, 16 tokens an image, which attend to each other."""
-    import transformers
-
-    text = {**TEXT, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32}
-    config = transformers.Gemma3Config(
-        text_config=transformers.Gemma3TextConfig(
-            **text, layer_types=["sliding_attention", "full_attention"]
-        ),
-        vision_config=transformers.SiglipVisionConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=56,
-            patch_size=7,
-            vision_use_head=False,
-        ),
-        mm_tokens_per_image=16,
-        boi_token_index=TOKENS.index("<start_of_image>"),
-        eoi_token_index=TOKENS.index("<end_of_image>"),
-        image_token_index=TOKENS.index("<image_soft_token>"),
-    )
-    template = TURNS.replace("IMAGE", "<start_of_image>")
-    names = dict(zip(("boi_token", "eoi_token", "image_token"), OF_GEMMA, strict=True))
-    processor = transformers.Gemma3Processor(
-        image_processor=transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56}),
-        tokenizer=tokenizer(template, **names),
-        chat_template=template,
-        image_seq_length=16,
-    )
-    _saved(transformers.Gemma3ForConditionalGeneration, config, processor, folder, seed)
-    return _as_on_the_hub(folder)
-
-
-def _as_on_the_hub(folder: Path) -> Path:
-    """The weights of a tower by the hub's names, the only ones that vLLM 0.32 loads.
-
-    transformers 5.19 reads both, and gives a new model names without ``vision_model``.
-    """
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    tower = "vision_tower."
-    named = {name.replace(tower, f"{tower}vision_model."): one for name, one in weights.items()}
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return gemma.saved(folder, tokenizer(TURNS.replace("IMAGE", gemma.BEGIN), **gemma.NAMES))
 
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {

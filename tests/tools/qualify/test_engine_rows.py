@@ -1,4 +1,4 @@
-"""The rows of ``qualify`` that start engines run on a CPU: a whole run, and an engine alone."""
+"""The rows of ``qualify`` that start engines run on a CPU: a whole run, and engines alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-ROWS = ("run_shared_memory", "sleep", "worker_fault")
+ROWS = ("run_shared_memory", "sleep", "worker_fault", "image_engines")
 
 
 @pytest.mark.engine
 @pytest.mark.long
-def test_a_run_a_sleeping_engine_and_one_with_a_fault_pass_their_rows_on_a_cpu(
+def test_a_run_and_engines_that_sleep_fail_or_see_images_pass_their_rows_on_a_cpu(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "report.json"
