@@ -20,7 +20,7 @@ MAX_MODULES = 16
 
 
 def room(module: str) -> str:
-    """``queue`` of ``async_opd.queue.topic``, ``trainer`` of ``trainer.losses.jsd``."""
+    """``queue`` of ``async_opd.queue.topic``, ``trainer`` of ``trainer.losses.kl``."""
     parts = module.split(".")
     return ".".join(parts[1:2]) if parts[0] == "async_opd" else parts[0]
 

@@ -17,8 +17,7 @@ from safetensors import safe_open
 from async_opd.core.errors import StageError
 from async_opd.models.lm_head import HeadFiles, LogitShape, TensorPlace
 from async_opd.models.model_files import ModelError
-from trainer.losses.chunked import project
-from trainer.losses.logits import PLAIN, shape_logits
+from trainer.losses.chunked import PLAIN, project, shape_logits
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig

@@ -91,7 +91,7 @@ def trainers(path: Path, length: int | None, sequences: list[list[int]]) -> list
 
     from tests.trainer.models import load_student
     from trainer.batches.packing import Row
-    from trainer.losses.logits import shape_logits
+    from trainer.losses.chunked import shape_logits
     from trainer.student.attention import row_lengths
     from trainer.student.loss_module import DecoderAndHead
 

@@ -34,8 +34,7 @@ from trainer.losses import (
     compiled,
 )
 from trainer.losses.base import TeacherStates
-from trainer.losses.chunked import chunked_loss
-from trainer.losses.responses import log_sampled
+from trainer.losses.chunked import chunked_loss, log_sampled
 from trainer.rank import Rank
 
 V = 11

@@ -15,7 +15,7 @@ from async_opd.core.scores import HiddenStates
 from tests.trainer.models import random_sample
 from trainer.batches.packing import Packed, Row, pack
 from trainer.context import padding, share_of
-from trainer.losses.responses import response_sums
+from trainer.losses.chunked import response_sums
 
 ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=6)
 """Prompts and responses: one over several ranks, many short ones, fewer tokens than ranks."""

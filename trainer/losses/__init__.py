@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 
 from trainer.losses.base import DivergenceFunction, user_divergence
 from trainer.losses.estimators import K1, SampledEstimator
-from trainer.losses.jsd import jsd
-from trainer.losses.kl import ForwardKL, MixedKL, ReverseKL
-from trainer.losses.objective import Objective
-from trainer.losses.surrogate import ClippedSurrogate
+from trainer.losses.kl import ForwardKL, MixedKL, ReverseKL, jsd
+from trainer.losses.objective import ClippedSurrogate, Objective
 from trainer.losses.terms import MetricsOnly, OnTopK, OnVocabulary, Sampled, Term
 
 if TYPE_CHECKING:

@@ -121,7 +121,7 @@ class Tokens:
     ``advantages`` [N] where there is a reward. Each response is complete:
     ``response_starts`` int64 [N] is the row (in the micro-batch) of the first token of a token's
     response, ``response_log_ratios`` float64 [N] log q/mu of that whole response
-    (``responses.py``). Where several ranks share a micro-batch, ``of`` is the number of its tokens
+    (``chunked.py``). Where several ranks share a micro-batch, ``of`` is the number of its tokens
     on all of them, and ``response_starts`` counts in these. ``owners`` int32 [N] are indices in
     ``Packed.owners``, for metrics. ``fresh`` bool [N]: the whole response was sampled under the
     weights that are trained (``losses.mismatch``). ``masked`` bool [N]: the token is too old for

@@ -7,17 +7,30 @@
 The forward pass computes the gradients too; the backward pass only scales them. Logits, their
 softmax and their gradient share one buffer of ``CHUNK_BYTES``; the objective works on tiles of it
 that fit a processor's cache, or on whole chunks where it is compiled (``compiled.py``). An
-objective that weighs whole responses needs another pass over the chunks before, in the same buffer
-(``responses.py``).
+objective that weighs whole responses needs another pass over the chunks before, in the same buffer.
 
 The log-sum-exp and everything after it is float32 (or float64), whatever type the matrix products
 have. On a GPU logits are float32 sums of bfloat16 products, never rounded to bfloat16: so are those
 of the engines (``engine.head_dtype``), in vLLM by the same call. On a CPU a bfloat16 product is.
+
+Before the softmax, logits are scaled and soft capped:
+
+    x ──tanh, where there is a soft cap──► ──scale──► y = scale · cap · tanh(x / cap)
+    ∂loss/∂x ◄── · (scale - y² / (scale · cap²)) ──── ∂loss/∂y
+
+Importance weights of whole responses need their log-ratios:
+
+    logits of a chunk ──► log q of the sampled tokens ─┐ all chunks
+                                        log mu ────────┴──► Σ log q/mu of each response
+
+Loss and gradient of a chunk are computed together, and a response may lie in several chunks:
+therefore these sums take a separate pass over the chunks, before the pass that computes
+gradients. It costs one more product of hidden states and head, beside three for loss and gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -28,11 +41,58 @@ from torch.autograd.function import once_differentiable
 from async_opd.models.lm_head import LogitShape
 from trainer.losses.base import Recorded, TeacherStates, Tokens
 from trainer.losses.compiled import ObjectiveRun
-from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
 from trainer.losses.report import GRADIENT, Metrics, concat_metrics
-from trainer.losses.responses import Sum, log_sampled, response_sums
 from trainer.recording.rows import most_probable, normalized
+
+Sum = Callable[[torch.Tensor], None]
+"""Sums a tensor over all ranks that share a micro-batch, in place."""
+
+
+def log_sampled(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log q of the targets [n] at this temperature, in nats; overwrites the logits [n, V]."""
+    if temperature != 1:
+        logits.div_(temperature)
+    peak = logits.amax(-1, keepdim=True)
+    sampled = logits.gather(-1, targets[:, None]) - peak
+    mass = logits.sub_(peak).exp_().sum(-1, keepdim=True)
+    return (sampled - mass.log())[:, 0]
+
+
+def response_sums(
+    values: torch.Tensor, starts: torch.Tensor, of: int | None = None, over_ranks: Sum | None = None
+) -> torch.Tensor:
+    """For each token the sum of the values [N] over its response, [N] float64.
+
+    ``starts`` int64 [N] is the row of the first token of its response. Where ranks share the
+    micro-batch, it is the row among the ``of`` tokens of all ranks, which call this together.
+    """
+    sums = values.new_zeros(len(values) if of is None else of, dtype=torch.float64)
+    sums.index_add_(0, starts, values.double())
+    if over_ranks is not None:
+        over_ranks(sums)
+    return sums[starts]
+
+
+PLAIN = LogitShape()
+"""The shape that changes no logit."""
+
+
+def shape_logits(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
+    """Shapes the logits in place, of any dimensions; returns them."""
+    factor = shape.scale
+    if shape.soft_cap is not None:
+        logits.div_(shape.soft_cap).tanh_()
+        factor *= shape.soft_cap
+    return logits if factor == 1 else logits.mul_(factor)
+
+
+def slope_of(shaped: torch.Tensor, shape: LogitShape) -> torch.Tensor | float:
+    """∂shaped/∂plain, from shaped logits: a new tensor of their shape, or one number for all."""
+    if shape.soft_cap is None:
+        return shape.scale
+    return shaped.square().div_(-shape.scale * shape.soft_cap**2).add_(shape.scale)
+
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the logits in memory at a time, the teacher's included. Each chunk reads and writes the

@@ -3,8 +3,7 @@
     loss = Σ_t w_t · i_t · c_t · D_t  +  Σ_t v_t · S_t
 
 D_t is the distillation term, w_t its weight and reduction, i_t the importance weight, c_t the
-clamp's scale; S_t the reward's surrogate (``surrogate.py``), v_t its weight and reduction. i and c
-are held constant.
+clamp's scale; S_t the reward's surrogate, v_t its weight and reduction. i and c are held constant.
 
     i_t = min(q(y_t) / mu(y_t), cap)       truncated importance sampling (arXiv:2606.24143), or
     i_t = min(Π_s q(y_s) / mu(y_s), cap)   over all s of the response: sequence-level truncation
@@ -12,6 +11,16 @@ are held constant.
 mu is the distribution that was sampled, at the rollouts' temperature. The q of both ratios has the
 same temperature, so that ratios measure staleness alone and are 1 without it. The q of D_t is
 always at temperature 1; its p already has the teacher's temperature.
+
+S_t is PPO's clipped surrogate (arXiv:1707.06347, eq. 7) of the task reward:
+
+    S_t = -min(r A, clip(r, 1 - low, 1 + high) A),     r = q(y_t) / mu(y_t)
+    A < 0:   at most -dual A                           (arXiv:1912.09729, eq. 5)
+
+r corrects for stale rollouts too. Without ``dual``
+the loss of a token with a negative advantage grows without bound with r, and a token that the
+student has come to prefer outweighs all others. A token whose loss is one of the bounds has no
+gradient; the shares of such tokens are metrics.
 """
 
 from __future__ import annotations
@@ -21,9 +30,43 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from trainer.losses.base import Tokens
-from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import Metrics, Term
 from trainer.recording.rows import STUDENT, TEACHER
+
+
+@dataclass(frozen=True)
+class SurrogateSlopes:
+    """A value per token [n], its derivative by log q(y) [n], and which tokens have no gradient.
+
+    ``clipped``: by either bound; ``dual_clipped``: by ``dual``, None without it.
+    """
+
+    value: torch.Tensor
+    slope: torch.Tensor
+    clipped: torch.Tensor
+    dual_clipped: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ClippedSurrogate:
+    """The surrogate of each token, by its log-ratio [n] and advantage [n]; ``dual`` above 1."""
+
+    low: float
+    high: float
+    dual: float | None = None
+
+    def __call__(self, log_ratio: torch.Tensor, advantage: torch.Tensor) -> SurrogateSlopes:
+        """The caller bounds the log-ratio so that its exponential is finite."""
+        ratio = log_ratio.exp()
+        free = ratio * advantage
+        bound = ratio.clamp(1 - self.low, 1 + self.high) * advantage
+        clipped, value, beyond = bound < free, torch.minimum(free, bound), None
+        if self.dual is not None:
+            least = self.dual * advantage
+            beyond = (advantage < 0) & (value < least)
+            value, clipped = torch.where(beyond, least, value), clipped | beyond
+        return SurrogateSlopes(-value, -free.masked_fill(clipped, 0.0), clipped, beyond)
+
 
 LOG_RATIO = "log_ratio"
 """Name of log q - log mu of each token in nats, at the rollouts' temperature."""

@@ -25,7 +25,7 @@ import torch
 
 from async_opd.core.errors import StageError
 from trainer.batches.packing import Row
-from trainer.losses.logits import shape_logits
+from trainer.losses.chunked import shape_logits
 from trainer.student.loss_module import UNSUPPORTED, DecoderAndHead, decoded_states
 from trainer.vision.parts import attention_of, set_attention_of
 

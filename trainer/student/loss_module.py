@@ -21,10 +21,9 @@ from async_opd.models.lm_head import LogitShape
 from async_opd.models.model_files import ModelError
 from trainer.batches.packing import Packed, Row
 from trainer.losses.base import Tokens
-from trainer.losses.chunked import Head, chunked_loss, head_logits
+from trainer.losses.chunked import Head, Sum, chunked_loss, head_logits
 from trainer.losses.estimators import CrossEntropy
 from trainer.losses.objective import Objective
-from trainer.losses.responses import Sum
 from trainer.losses.terms import Metrics, Sampled
 from trainer.student.attention import row_lengths
 from trainer.student.routing import Replay
