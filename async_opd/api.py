@@ -14,7 +14,7 @@ from typing import Any
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.models import torchvision_operators, unasked
-from async_opd.observability.loggers.logged_run import is_evaluation
+from async_opd.observability.logged_run import is_evaluation
 from async_opd.observability.sinks import LateSink, Summary
 from async_opd.prepare import prepare
 

@@ -112,7 +112,7 @@ class World:
         from rollouter.transports.gloo import GlooSender
         from trainer.publisher import Publisher
         from trainer.stage import TrainerStage
-        from trainer.student.engine_quantization import parts_of
+        from trainer.student.quantization import parts_of
 
         self.kind = kind
         named: dict[str, Any] = {"quantization": kind} if kind in SCHEMES else {"dtype": kind}

@@ -35,11 +35,10 @@ from async_opd.core.stages import SCORED
 from benchmarks.local_ray import on_local_ray
 from benchmarks.queue import Case, sample
 from trainer.batcher import Batcher
-from trainer.batches.hand_out import HandOut
 from trainer.batches.micro_batches import assign_micro_batches
 from trainer.batches.micro_batches import planned as planned_of
 from trainer.batches.packing import Vocabularies
-from trainer.batches.shares import Plan
+from trainer.batches.shares import HandOut, Plan
 from trainer.batches.token_weights import TokenWeighting
 from trainer.follower import Follower
 from trainer.rank import BackwardResult

@@ -45,10 +45,18 @@ from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import Gate, race
 from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
 from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
-from rollouter.engine_io import load_watcher, refuse_foreign_tokens, rollout_of, sentinels
+from rollouter.engine_io import (
+    ADAPTER,
+    held_logprobs,
+    load_watcher,
+    refuse_foreign_tokens,
+    rollout_of,
+    rounding_of,
+    sentinels,
+    with_seats,
+)
 from rollouter.evaluation_worker import EvaluationWorker
 from rollouter.freshness_worker import EXTENSION
-from rollouter.held_rows import ADAPTER, held_logprobs, rounding_of, with_seats
 from rollouter.rollout_worker import RewardGrader, RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots, first_limit
 from rollouter.spec import StudentEngineSpec

@@ -25,8 +25,7 @@ from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import one_line
 from async_opd.queue.sizes import EpisodeBounds, calls
 from async_opd.waiting.deadline import gather_or_cancel
-from teachers.protocols import ScoringReplica
-from teachers.replica_slots import IN_FLIGHT, ReplicaSlots, score_checked, tokens_of
+from teachers.replica_slots import IN_FLIGHT, ReplicaSlots, ScoringReplica, score_checked, tokens_of
 
 Result = TypeVar("Result")
 

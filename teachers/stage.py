@@ -37,8 +37,15 @@ from async_opd.waiting.deadline import StageCalls, Timer, gather_or_cancel, offl
 from async_opd.waiting.waits import Waits
 from teachers.meter import IDLE
 from teachers.pool import ScoreResult, TeacherPool
-from teachers.protocols import EndpointClient, RebuildTeacher, ScoringReplica, TeacherWeights
-from teachers.replica_slots import IN_FLIGHT, Health, ReplicaSlots
+from teachers.replica_slots import (
+    IN_FLIGHT,
+    EndpointClient,
+    Health,
+    RebuildTeacher,
+    ReplicaSlots,
+    ScoringReplica,
+    TeacherWeights,
+)
 
 ROOM = "room in the queue"
 """The wait of an idle teacher whose samples do not fit into the topic ``scored``."""

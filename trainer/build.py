@@ -24,8 +24,8 @@ from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.recording.recorder import recorder_of
 from trainer.replay.keeper import Keeper
 from trainer.student.check import check_rank, check_student
-from trainer.student.fake_quantization import SentMatrices
 from trainer.student.loading import empty_student, fill_student
+from trainer.student.quantization import SentMatrices
 from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.teacher_heads import load_heads
 from trainer.vision.images import sight_of

@@ -47,10 +47,10 @@ from trainer.student.adapters import (
     halve_frozen,
     plain_state,
 )
-from trainer.student.fake_quantization import SentMatrices
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import adapter_weights, named_weights, sent_state
+from trainer.student.quantization import SentMatrices
 from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.routing import replay_routing
 from trainer.student.sharding import all_reduce_once, full_tensor, reducing_last, reshard, shard

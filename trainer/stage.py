@@ -34,7 +34,7 @@ from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.waiting.deadline import Gate, to_its_end
 from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
 from trainer.batcher import Batcher, TrainBatch
-from trainer.batches.hand_out import HandOut
+from trainer.batches.shares import HandOut
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, retrieve_exception, run_with_ranks
 from trainer.vision.fetching import refuse_unseen, shown_by, take_seen

@@ -39,7 +39,7 @@ from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
 from async_opd.files.safe_open import make_folder, remove_tree, write_atomically
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.microscope import MICROSCOPE
-from async_opd.observability.loggers.logged_run import LOGGED_RUNS, take_logged_runs
+from async_opd.observability.logged_run import LOGGED_RUNS, take_logged_runs
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
 from async_opd.pictures import MEDIA
 

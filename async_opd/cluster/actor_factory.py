@@ -397,7 +397,7 @@ class _RebuildTeacher:
     actor_factory: ActorFactory
 
     async def __call__(self, teacher: str, index: int, old: TeacherProxy | None) -> TeacherProxy:
-        """See teachers.protocols.RebuildTeacher."""
+        """See teachers.replica_slots.RebuildTeacher."""
         if old is not None:
             old.kill()
         replica = await self.actor_factory.teacher(teacher, index)
@@ -405,15 +405,15 @@ class _RebuildTeacher:
         return replica
 
     async def displaced(self, old: TeacherProxy) -> Displaced | None:
-        """See teachers.protocols.RebuildTeacher."""
+        """See teachers.replica_slots.RebuildTeacher."""
         return await old.displaced()
 
     def places(self, teacher: str) -> PoolPlaces | None:
-        """See teachers.protocols.RebuildTeacher."""
+        """See teachers.replica_slots.RebuildTeacher."""
         return self.actor_factory.bundles.places(self.actor_factory.config, f"teachers.{teacher}")
 
     async def close(self) -> None:
-        """See teachers.protocols.RebuildTeacher."""
+        """See teachers.replica_slots.RebuildTeacher."""
         await self.actor_factory.close()
 
 

@@ -62,7 +62,7 @@ from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
 from rollouter.stage import RollouterStage, RolloutReplica
 from teachers.endpoint.replica import EndpointReplica
-from teachers.protocols import TeacherWeights
+from teachers.replica_slots import TeacherWeights
 
 STAGES = "all stages of the run to start"
 """It lasts as long as many waits, each of which may be short."""

@@ -28,7 +28,7 @@ from async_opd.queue.sizes import EpisodeBounds, call_tokens
 from async_opd.waiting.deadline import Bound, Deadline, gather_or_cancel
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
-from teachers.protocols import RebuildTeacher, TeacherWeights
+from teachers.replica_slots import RebuildTeacher, TeacherWeights
 from trainer.rank_group import RankSpec
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica | None]]

@@ -42,8 +42,7 @@ def build_trainer(
 ) -> TrainerStage:
     """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
     from trainer.build import build_learner
-    from trainer.student.engine_quantization import parts_of
-    from trainer.student.fake_quantization import fake_quantized
+    from trainer.student.quantization import fake_quantized, parts_of
     from trainer.student.reference import rows_to_compare
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK

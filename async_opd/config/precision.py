@@ -41,7 +41,7 @@ class Scheme:
 
     ``capabilities`` are those of GPUs that have a kernel, 10 times the number (89 for 8.9).
     ``experts``: only the experts of a mixture are quantized. ``known``: the trainer quantizes its
-    own weights by it as vLLM does, bit by bit (``trainer.student.engine_quantization``).
+    own weights by it as vLLM does, bit by bit (``trainer.student.quantization``).
     """
 
     nbytes: float

@@ -38,7 +38,7 @@ from async_opd.core.samples import DeadLetter
 from async_opd.core.stages import LOG, Log, Queue, Rollouter, TeacherScorer
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
-from async_opd.observability.loggers.chosen import logger_sinks
+from async_opd.observability.loggers import logger_sinks
 from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.observability.wandb_sink import WandbSink

@@ -25,11 +25,11 @@ import psutil
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
+from async_opd.core.distributions import environment
 from async_opd.files.foreign import ForeignPath, foreign
 from async_opd.files.safe_open import make_folder
 from async_opd.microscope import MICROSCOPE, SampleRecord, files, records
-from async_opd.observability.loggers.environment import environment
-from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
+from async_opd.observability.logged_run import LoggedRun, is_evaluation
 from async_opd.observability.metric_catalogue import EVALUATION_STEP, STEP, VERSION
 from async_opd.observability.sinks import LateSink, Summary
 from async_opd.processes.background import BackgroundWorker

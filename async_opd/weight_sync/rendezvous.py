@@ -8,6 +8,14 @@ Torch's own store lets every process that finds its port read and change the add
 listens on one address only, answers no connection that has not authenticated itself with the secret
 (which the members get over Ray), and is closed as soon as the group is made. The secret itself is
 never sent. The connections are neither encrypted nor signed.
+
+Members of a gloo group authenticate themselves to one another, too:
+
+    rendezvous ──addresses──► gloo connects all to all ──► all exchange HMAC tags ──► group
+
+gloo accepts every connection that names the right number, which can be guessed. So after the group
+is made, every pair of members exchanges tags that only a holder of the secret can compute, over the
+very connections that weights will take. This package imports no torch: callers pass it.
 """
 
 from __future__ import annotations
@@ -18,13 +26,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from io import BufferedRWPair
 from typing import Any
 
 from async_opd.core.errors import WeightSyncError
 from async_opd.processes.listening import listening_socket
+from async_opd.weight_sync.layout import Rendezvous
 
 NONCE_BYTES = TAG_BYTES = 32
 HANDSHAKE_S = 10.0
@@ -290,3 +301,66 @@ def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> 
             raise ConnectionResetError("the other side closed the connection")
         found += more
     return found
+
+
+Addresses = RendezvousServer | RendezvousClient
+
+
+@dataclass(frozen=True)
+class GlooGroup:
+    """``group`` is torch's; it may still use the store as long as it lives."""
+
+    group: Any
+    store: Any
+
+
+def gloo_group(
+    torch: Any, at: Rendezvous, rank: int, address: str, addresses: Addresses
+) -> GlooGroup:
+    """Connects all members. WeightSyncError or RuntimeError if one is absent or has another secret.
+
+    This one is ``rank``; its gloo listens on its own ``address`` only.
+    """
+    dist = torch.distributed
+    store = _store(dist, addresses, at.timeout_s)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=at.timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    made = GlooGroup(dist.ProcessGroupGloo(store, rank, at.world_size, options), store)
+    if not all_know_secret(torch, made.group, rank, at.world_size, at.secret):
+        raise WeightSyncError(
+            "weight sync",
+            f"a rank of the group of {at.world_size} does not know its secret",
+            "another process on this network or machine connected in a member's place",
+        )
+    return made
+
+
+def all_know_secret(
+    torch: Any, group: Any, rank: int, size: int, secret: bytes, device: str = "cpu"
+) -> bool:
+    """Whether every other rank sent the tag of a member. A collective."""
+    ranks = range(size)
+    data = bytearray(tags_sent(secret, rank, ranks))
+    sent_tags = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    received_tags = torch.empty_like(sent_tags)
+    group.alltoall_base(received_tags, sent_tags, [], []).wait()
+    received = received_tags.cpu().numpy().tobytes()
+    return hmac.compare_digest(received, tags_expected(secret, rank, ranks))
+
+
+def _store(dist: Any, addresses: Addresses, timeout_s: float) -> Any:
+    """The store through which torch reads and writes addresses."""
+
+    class Store(dist.Store):  # type: ignore[misc]
+        def set(self, key: str, value: bytes) -> None:
+            addresses.set(key, bytes(value))
+
+        def get(self, key: str) -> bytes:
+            return addresses.get(key, timeout_s)
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            for key in keys:
+                addresses.get(key, timeout.total_seconds() if timeout else timeout_s)
+
+    return Store()

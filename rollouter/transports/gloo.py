@@ -8,9 +8,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from async_opd.weight_sync.gloo_group import GlooGroup, gloo_group
 from async_opd.weight_sync.layout import Rendezvous
-from async_opd.weight_sync.rendezvous import RendezvousClient, RendezvousServer, new_secret
+from async_opd.weight_sync.rendezvous import (
+    GlooGroup,
+    RendezvousClient,
+    RendezvousServer,
+    gloo_group,
+    new_secret,
+)
 from rollouter.transports import chunks
 
 if TYPE_CHECKING:

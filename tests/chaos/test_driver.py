@@ -17,7 +17,7 @@ import pytest
 
 from async_opd.accounting.audit import Audit, audit
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.observability.loggers.logged_run import LoggedRun
+from async_opd.observability.logged_run import LoggedRun
 from tests.cluster.test_run import Run, Running
 from tests.wandb_rows import rows
 

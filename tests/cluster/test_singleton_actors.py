@@ -12,7 +12,7 @@ import pytest
 from async_opd.cluster.singleton_actors import ScorerActor, TrainerActor
 from async_opd.cluster.supervision import SingletonActors
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout
-from async_opd.processes.restarts import Restarts
+from async_opd.processes.members import Restarts
 from async_opd.waiting.waits import Waits
 from tests.world.clock import settle
 from tests.world.config import run_config

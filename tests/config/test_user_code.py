@@ -24,7 +24,7 @@ from async_opd.core.errors import ConfigError, SourceError
 from async_opd.core.row import Row
 from async_opd.data.user import UserSource
 from async_opd.grading.graders import load_grader
-from async_opd.observability.loggers.chosen import logger_sinks
+from async_opd.observability.loggers import logger_sinks
 from async_opd.observability.sinks import Summary
 from rollouter.transports import chosen, transport
 from tests.checks.inputs import EXAMPLE, FEW, config, one

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_opd.config.precision import CACHES_ON_CPU, NEWEST, SCHEMES
-from trainer.student.fake_quantization import GRIDS, rounded
+from trainer.student.quantization import GRIDS, rounded
 
 
 def test_the_type_of_a_transform_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_channels_are_quantized_as_vllm_does_bit_by_bit(
 ) -> None:
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 
-    from trainer.student import engine_quantization
+    from trainer.student import quantization
 
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(MATRICES[matrix].to(dtype), requires_grad=False)
@@ -154,8 +154,8 @@ def test_channels_are_quantized_as_vllm_does_bit_by_bit(
     method.fp8_linear = _Kernel()  # type: ignore[assignment]
     given = layer.weight.detach().clone()
     method.process_weights_after_loading(layer)
-    monkeypatch.setattr(engine_quantization, "PART_ENTRIES", 100)
-    numbers, scales = engine_quantization.channels(given)
+    monkeypatch.setattr(quantization, "PART_ENTRIES", 100)
+    numbers, scales = quantization.channels(given)
     assert torch.equal(numbers.view(torch.uint8), layer.weight.t().view(torch.uint8))
     assert torch.equal(scales, layer.weight_scale)
 

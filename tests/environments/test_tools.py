@@ -11,8 +11,7 @@ import pytest
 
 from async_opd.core.environments import AssistantMessage, Outcome
 from async_opd.core.errors import StageError
-from async_opd.environments.kinds import kind_of
-from async_opd.environments.tools import schemas_of
+from async_opd.environments.kinds import kind_of, schemas_of
 from tests.world.environments import WORLD, call, calls, row, spec_of
 
 
@@ -41,7 +40,7 @@ def test_public_methods_are_tools_with_the_schema_of_their_hints_and_docstring()
 def test_a_tool_is_shown_without_an_import_of_torch() -> None:
     program = f"""
 import sys
-from async_opd.environments.tools import schemas_of
+from async_opd.environments.kinds import schemas_of
 from {WORLD} import multiply
 assert schemas_of(dict(multiply=multiply))[0]["function"]["parameters"]["required"] == ["a", "b"]
 assert "torch" not in sys.modules

@@ -12,7 +12,7 @@ import pytest
 
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
-from async_opd.environments.tools import schemas_of
+from async_opd.environments.kinds import schemas_of
 from async_opd.models.tokenizer import Text
 from tests.cluster.test_run import Run, Running
 

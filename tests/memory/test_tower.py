@@ -12,9 +12,17 @@ import torch
 from async_opd.config.device_defaults import Recomputation
 from async_opd.config.load import load_config
 from async_opd.media.engine_prompts import KEPT_BYTES
-from async_opd.memory.activations import Precision, kept_of_tower, layer_of_tower
 from async_opd.memory.pools import Machine, pool_memory
-from async_opd.memory.step import Step, backward, loss, peak, states
+from async_opd.memory.step import (
+    Precision,
+    Step,
+    backward,
+    kept_of_tower,
+    layer_of_tower,
+    loss,
+    peak,
+    states,
+)
 from async_opd.models.model_size import ModelSize, Tower
 from tests.trainer.vision.seeing import folder_of
 from trainer.layers import recompute_activations

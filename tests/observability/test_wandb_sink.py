@@ -18,7 +18,7 @@ from PIL import Image
 
 from async_opd.config.run_config import RunConfig
 from async_opd.observability import wandb_sink
-from async_opd.observability.loggers.logged_run import LoggedRun, file_of
+from async_opd.observability.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from async_opd.observability.wandb_sink import AXES, MAX_ROWS, WandbSink

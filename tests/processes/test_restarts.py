@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
-from async_opd.processes.restarts import Restarts
+from async_opd.processes.members import Restarts
 from tests.world.clock import ManualTimer
 
 

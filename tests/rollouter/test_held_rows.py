@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 )
 def test_held_rows_have_seats_where_vllm_takes_them(given: dict[str, Any], seats: int) -> None:
     """vLLM refuses more seats than tokens of a step; one seat keeps a response's batch its own."""
-    from rollouter.held_rows import with_seats
+    from rollouter.engine_io import with_seats
 
     assert with_seats(given)["max_num_seqs"] == seats
 
@@ -32,9 +32,9 @@ def test_a_float32_engine_rounds_to_tf32_on_a_gpu(
 ) -> None:
     import torch
 
-    from rollouter import held_rows
+    from rollouter import engine_io
 
     engine = SimpleNamespace(quant_config=None, model_config=SimpleNamespace(dtype=torch.float32))
     platform = SimpleNamespace(is_cuda=lambda: cuda)
-    monkeypatch.setattr(held_rows, "current_platform", platform)
-    assert held_rows.rounding_of(cast(Any, engine)) == rounding
+    monkeypatch.setattr(engine_io, "current_platform", platform)
+    assert engine_io.rounding_of(cast(Any, engine)) == rounding

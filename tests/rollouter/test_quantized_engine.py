@@ -78,7 +78,7 @@ async def world() -> AsyncIterator[World]:
     from rollouter.stage import RollouterStage
     from rollouter.transports.gloo import GlooSender
     from trainer.publisher import Publisher
-    from trainer.student.engine_quantization import parts_of
+    from trainer.student.quantization import parts_of
 
     model = AutoModelForCausalLM.from_pretrained(STUDENT, dtype=torch.float32)
     queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)

@@ -31,8 +31,8 @@ READERS = (
     *("async_opd/tools/plan/", "async_opd/tools/export.py", "async_opd/tools/evaluate.py"),
     *("async_opd/tools/given_run.py", "async_opd/tools/watch.py", "async_opd/observability/live/"),
     *("async_opd/microscope.py", "async_opd/pictures.py", "async_opd/checkpoint/"),
-    *("async_opd/data/", "async_opd/accounting/", "async_opd/observability/loggers/"),
-    "trainer/replay/",
+    *("async_opd/data/", "async_opd/accounting/", "async_opd/observability/loggers.py"),
+    *("async_opd/observability/logged_run.py", "trainer/replay/"),
 )
 """Where directories are read that somebody else may have filled."""
 OTHERS = {
@@ -41,7 +41,6 @@ OTHERS = {
     "async_opd/data/arrow_rows.py: _batches": "the name of a file that is held open",
     "async_opd/observability/live/live_file.py: started_at": "/proc",
     "async_opd/microscope.py: from_bytes": "bytes in memory",
-    "async_opd/observability/loggers/environment.py: cpu_name": "/proc",
     "async_opd/tools/report/page.py: page": "the package's own scripts",
 }
 """Functions there that open other files by a plain path."""

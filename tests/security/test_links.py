@@ -20,7 +20,7 @@ from async_opd.data.hub import HubSource
 from async_opd.data.stored_rows import read_source
 from async_opd.files.kept_steps import KEPT, forget_steps, kept_files, kept_name
 from async_opd.microscope import MICROSCOPE, forget_after, records
-from async_opd.observability.loggers.chosen import MLflow, TensorBoard
+from async_opd.observability.loggers import MLflow, TensorBoard
 from async_opd.observability.sinks import Summary
 from async_opd.pictures import MEDIA, thumbnail_file
 from tests.checkpoint.test_mirror import LocalRun

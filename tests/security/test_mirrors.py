@@ -19,7 +19,7 @@ from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.files.durable import written_file
 from async_opd.files.foreign import MAX_PARTS
 from async_opd.files.remote import RemoteFile
-from async_opd.observability.loggers.logged_run import LoggedRun
+from async_opd.observability.logged_run import LoggedRun
 from tests.checkpoint.test_mirror import IDENTITY, URL, LocalRun, sync
 from tests.checkpoint.test_store import ROWS
 from tests.world.config import run_config as config

@@ -26,7 +26,7 @@ from async_opd.core.samples import DeadLetter, Header
 from async_opd.files.foreign import foreign
 from async_opd.files.run_format import write_run_format
 from async_opd.files.safe_open import private_files, regular_file, write_atomically
-from async_opd.observability.loggers.logged_run import LoggedRun, file_of
+from async_opd.observability.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
 from async_opd.observability.wandb_sink import WandbSink
 from async_opd.processes.run_lock import run_lock

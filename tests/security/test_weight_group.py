@@ -25,11 +25,11 @@ from async_opd.cluster.actor_factory import ActorFactory, Factories
 from async_opd.cluster.remote import Remote
 from async_opd.core.errors import StageError, WeightSyncError
 from async_opd.models.engine_args import LOOPBACK
-from async_opd.weight_sync.gloo_group import gloo_group
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from async_opd.weight_sync.rendezvous import (
     RendezvousClient,
     RendezvousServer,
+    gloo_group,
     new_secret,
     tags_expected,
     tags_sent,

@@ -22,8 +22,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.processes.events import State
 from async_opd.queue.sizes import EpisodeBounds
 from teachers.pool import ScoreResult, TeacherPool
-from teachers.protocols import TeacherWeights
-from teachers.replica_slots import ReplicaSlots
+from teachers.replica_slots import ReplicaSlots, TeacherWeights
 from tests.conftest import make_prompt, make_rollout
 from tests.properties import examples
 from tests.world.clock import ManualTimer, settle

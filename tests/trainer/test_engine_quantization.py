@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.student import engine_quantization
-from trainer.student.engine_quantization import channels, parts_of
+from trainer.student import quantization
+from trainer.student.quantization import channels, parts_of
 
 
 def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_the_parts_in_which_a_matrix_is_quantized_do_not_matter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     numbers, scales = channels(matrix(7, 64))
-    monkeypatch.setattr(engine_quantization, "PART_ENTRIES", 130)
+    monkeypatch.setattr(quantization, "PART_ENTRIES", 130)
     again, same = channels(matrix(7, 64))
     assert torch.equal(numbers.float(), again.float())
     assert torch.equal(scales, same)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_opd.weight_sync.layout import experts_apart, experts_together
-from trainer.student.fake_quantization import GRIDS, fake_quantized, rounded
+from trainer.student.quantization import GRIDS, fake_quantized, rounded
 
 ROW = "model.layers.0.mlp.up_proj.weight"
 

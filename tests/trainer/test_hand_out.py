@@ -24,10 +24,9 @@ from tests.trainer.models import bare_stage
 from tests.world.clock import ManualTimer, settle
 from tests.world.payloads import Nodes, put_scored, score_again
 from trainer.batcher import Batcher
-from trainer.batches.hand_out import AssignedBatch, HandOut
 from trainer.batches.micro_batches import PlannedMicroBatch
 from trainer.batches.packing import Vocabularies
-from trainer.batches.shares import Plan, fetch
+from trainer.batches.shares import AssignedBatch, HandOut, Plan, fetch
 from trainer.batches.token_weights import TokenWeight
 from trainer.follower import Follower
 from trainer.learner import LearnerReport

@@ -25,7 +25,7 @@ from trainer.publisher import Publisher
 from trainer.rank import Rank
 from trainer.stage import TrainerStage
 from trainer.student import reference as reference_module
-from trainer.student.fake_quantization import KEPT, SentMatrices, fake_quantized
+from trainer.student.quantization import KEPT, SentMatrices, fake_quantized
 from trainer.student.reference import ROUNDING, Jitter
 from trainer.student.sharding import lone_mesh
 

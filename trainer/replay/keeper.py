@@ -33,12 +33,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from async_opd.core.distributions import installed
+from async_opd.core.distributions import cpu_name, installed
 from async_opd.core.samples import Header, Sample
 from async_opd.files.foreign import ForeignPath
 from async_opd.files.kept_steps import KEPT, kept_files, kept_name
 from async_opd.files.safe_open import make_folder
-from async_opd.observability.loggers.environment import cpu_name
 from async_opd.weight_sync.digests import Digests
 from trainer.batches.micro_batches import MicroBatch
 from trainer.replay.kept_step import KeptStep, Record, StepResult, quantities_of, write_kept

@@ -30,7 +30,7 @@ from async_opd.models.rope import Positions, max_model_len
 from async_opd.weight_sync.layout import GOLDEN, HeldRow, Reference, by_kind, held_ids, held_rows
 from trainer.batches.packing import Row
 from trainer.layers import CompiledLayers
-from trainer.student.fake_quantization import SentMatrices
+from trainer.student.quantization import SentMatrices
 from trainer.vision.images import Sight
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ import torch
 from async_opd.config.device_defaults import reduces_once
 from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
-from async_opd.weight_sync.gloo_group import all_know_secret
+from async_opd.weight_sync.rendezvous import all_know_secret
 from trainer.rank_group import RankSpec
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from async_opd.config.device_defaults import ALLOCATOR
+from async_opd.core.distributions import cpu_name
 from async_opd.core.errors import ConfigError, Problem, StageError
-from async_opd.observability.loggers.environment import cpu_name
 from async_opd.tools.qualify import harness
 from async_opd.tools.qualify.measurements import engines, families, measuring, runs
 from async_opd.tools.qualify.measurements.measuring import Report, Skip

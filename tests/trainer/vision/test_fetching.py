@@ -16,10 +16,9 @@ from async_opd.core.stages import DEAD, SCORED, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.trainer.vision.seeing import Seen, seen
 from trainer.batcher import Batcher
-from trainer.batches.hand_out import HandOut
 from trainer.batches.micro_batches import PlannedMicroBatch
 from trainer.batches.packing import Vocabularies
-from trainer.batches.shares import Plan
+from trainer.batches.shares import HandOut, Plan
 from trainer.batches.token_weights import TokenWeight
 from trainer.rank_group import SINGLE_RANK
 from trainer.vision.fetching import cache_of, refuse_unseen, shown_by, take_seen

@@ -19,7 +19,7 @@ import torch
 import async_opd
 from async_opd.config.device_defaults import ALLOCATOR
 from async_opd.config.secrets import Redactor
-from async_opd.observability.loggers.environment import cpu_name
+from async_opd.core.distributions import cpu_name
 from trainer.notes import drain_notes
 
 GIB = float(1 << 30)

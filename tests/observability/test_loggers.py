@@ -15,7 +15,7 @@ import pytest
 
 from async_opd.checks import preflight
 from async_opd.config.run_config import RunConfig
-from async_opd.observability.loggers.threaded import MAX_ROWS, ThreadedSink
+from async_opd.observability.loggers import MAX_ROWS, ThreadedSink
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from tests.world.config import run_config
@@ -79,8 +79,8 @@ TRACKIO = """
 import sys
 from pathlib import Path
 import trackio
-from async_opd.observability.loggers.logged_run import LoggedRun
-from tests.observability.loggers.test_loggers import recorded, resumed
+from async_opd.observability.logged_run import LoggedRun
+from tests.observability.test_loggers import recorded, resumed
 one, two = Path(sys.argv[1], "one"), Path(sys.argv[1], "two")
 recorded(one, "trackio")
 recorded(two, "trackio")

@@ -1,1 +1,0 @@
-"""Loggers through their own libraries (``log.loggers``), and the run's metadata for them."""
