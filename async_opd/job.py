@@ -27,8 +27,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.files.durable import flush
 from async_opd.files.foreign import foreign
-from async_opd.files.lines import json_object, whole_lines
-from async_opd.files.numbers import MOST_S, number_of
+from async_opd.files.lines import MOST_S, json_object, number_of, whole_lines
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import write_run_format
 from async_opd.files.safe_open import write_atomically

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from async_opd.accounting.journal import LEDGER
-from async_opd.accounting.lineage import begun_after
-from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
+from async_opd.accounting.lineage import RollBack, add_roll_back, begun_after, read_roll_backs
 from async_opd.checkpoint.checkpointer import Checkpointer, state_s
 from async_opd.checkpoint.recovery import Recovery
 from async_opd.checkpoint.resume import cut_files, evaluated_steps, identity

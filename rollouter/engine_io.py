@@ -20,9 +20,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from async_opd.core.arrays import Float32
 from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.sequence import Float32
 from async_opd.core.uid import Uid
 from async_opd.media.engine_prompts import EnginePrompts
 from async_opd.waiting.deadline import gather_or_cancel

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from async_opd.core.arrays import Int32
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import LengthError, ScoreError, StageError
 from async_opd.core.samples import Sample
 from async_opd.core.scores import HiddenStates, SampledLogprobs, Scores
+from async_opd.core.sequence import Int32
 
 SLACK = 1e-3
 """A log-probability may exceed 0 by this much: rounding in half precision."""

@@ -26,7 +26,6 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.arrays import Float32, Int32
 from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import StageError
 from async_opd.core.row import Media
@@ -39,7 +38,7 @@ from async_opd.core.scores import (
     StateDtype,
     TopK,
 )
-from async_opd.core.sequence import Range
+from async_opd.core.sequence import Float32, Int32, Range
 from async_opd.media.cache import MediaCache
 from async_opd.media.engine_prompts import EnginePrompt
 from async_opd.models.processor import prompts_of

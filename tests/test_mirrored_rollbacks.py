@@ -13,10 +13,9 @@ from unittest.mock import patch
 import pytest
 
 from async_opd import training as trainings
-from async_opd.accounting import roll_backs
+from async_opd.accounting import lineage
 from async_opd.accounting.audit import audit
-from async_opd.accounting.lineage import is_on_the_way
-from async_opd.accounting.roll_backs import add_roll_back, read_roll_backs
+from async_opd.accounting.lineage import add_roll_back, is_on_the_way, read_roll_backs
 from async_opd.checkpoint import earlier_run, store
 from async_opd.checkpoint import mirror as mirrors
 from async_opd.checkpoint.checkpointer import Checkpointer
@@ -83,7 +82,7 @@ class Killed(BaseException):
 
 
 URL_WRITES = [(RemoteFile, "write"), (RemoteFile, "remove"), (RemoteFile, "upload")]
-DISK_WRITES = [(roll_backs, "write_atomically"), (store, "remove_tree")]
+DISK_WRITES = [(lineage, "write_atomically"), (store, "remove_tree")]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from async_opd import training as trainings
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
-from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
+from async_opd.accounting.lineage import RollBack, add_roll_back, read_roll_backs
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.mirror import Mirror

@@ -12,11 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_opd.accounting.journal import LEDGER
-from async_opd.accounting.lineage import Lineage, continues, is_on_the_way, was_left
-from async_opd.accounting.roll_backs import (
+from async_opd.accounting.lineage import (
     ROLL_BACKS,
+    Lineage,
+    continues,
+    is_on_the_way,
     lineage_of,
     read_roll_backs,
+    was_left,
     write_roll_backs,
 )
 from async_opd.checkpoint.resume import IDENTITY, refuse_changes

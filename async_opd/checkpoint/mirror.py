@@ -21,7 +21,7 @@ from secrets import token_hex
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.accounting.roll_backs import ROLL_BACKS, parse_roll_backs
+from async_opd.accounting.lineage import ROLL_BACKS, parse_roll_backs
 from async_opd.checkpoint.checkpointer import state_s
 from async_opd.checkpoint.run_copies import (
     END,

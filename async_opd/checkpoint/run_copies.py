@@ -27,8 +27,14 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.accounting.lineage import Lineage, is_on_the_way, longest
-from async_opd.accounting.roll_backs import RollBack, lineage_of, parse_roll_backs
+from async_opd.accounting.lineage import (
+    Lineage,
+    RollBack,
+    is_on_the_way,
+    lineage_of,
+    longest,
+    parse_roll_backs,
+)
 from async_opd.checkpoint.store import CONFIG, CUT, CUT_BYTES, EVALUATED, FOLDER, parse_cut
 from async_opd.config.paths import is_url
 from async_opd.core.errors import CheckpointError, ConfigError, Problem

@@ -27,8 +27,7 @@ from secrets import token_hex
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.accounting.lineage import Lineage, longest, was_left
-from async_opd.accounting.roll_backs import lineage_of, read_roll_backs
+from async_opd.accounting.lineage import Lineage, lineage_of, longest, read_roll_backs, was_left
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import EvaluatedSteps, measure_of
 from async_opd.config.run_config import RunConfig

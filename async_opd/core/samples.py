@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.arrays import Float32, Int32
 from async_opd.core.errors import LengthError, RolloutFault, ScoreError
 from async_opd.core.row import Media
 from async_opd.core.scores import Scores, sound
 from async_opd.core.sequence import (
     PROMPT,
     STUDENT,
+    Float32,
+    Int32,
     Range,
     Span,
     check_spans,

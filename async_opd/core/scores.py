@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.arrays import Float32, Int32
+from async_opd.core.sequence import Float32, Int32
 
 StateDtype = Literal["float32", "float16", "bfloat16"]
 

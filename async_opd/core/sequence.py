@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from async_opd.core.errors import LengthError
 from async_opd.core.uid import Uid
 
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
 PROMPT = "prompt"
 STUDENT = "student"
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault, SourceError, in_words
 from async_opd.core.row import Media, PromptText, Row, images_of, value_at
 from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Prompt
+from async_opd.core.sequence import Int32
 from async_opd.core.uid import Uid
 from async_opd.data.mixture import Mixture
 from async_opd.data.streamed_rows import StreamedRows, number_of

@@ -23,7 +23,6 @@ import numpy as np
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.config.sections.environment import ENVIRONMENT, EnvironmentConfig
-from async_opd.core.arrays import Int32
 from async_opd.core.environments import (
     AssistantMessage,
     Collateral,
@@ -43,7 +42,7 @@ from async_opd.core.samples import (
     TeacherView,
     VersionSpan,
 )
-from async_opd.core.sequence import PROMPT, STUDENT, spans_of
+from async_opd.core.sequence import PROMPT, STUDENT, Int32, spans_of
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.data.prompts import filled

@@ -6,7 +6,11 @@ A kill or a full disk may tear the last line. The next writer cuts the torn part
 (``whole_lines``): a line appended to it would be unreadable too.
 
 Readers of metrics, dead letters and the journal meet such a line, which is not an object, at the
-end or where a run was continued.
+end or where a run was continued. Somebody else may have written them: of their numbers those are
+read that can be added and shown.
+
+JSON has integers of any length, and Python reads NaN, Infinity and 1e999 in it: one of them in a
+sum or as a time would end the command that reads it.
 """
 
 from __future__ import annotations
@@ -18,11 +22,30 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from async_opd.files.foreign import RECORD_BYTES, Place, foreign
-from async_opd.files.numbers import MOST, MOST_COUNT, MOST_S
 from async_opd.files.safe_open import regular_file
+
+MOST = 1e300
+"""The largest number: the sum of a file's numbers is finite."""
+MOST_S = 2.5e11
+"""The last moment that has a date, in seconds since the epoch."""
+
+MOST_COUNT = 1 << 53
+"""Above every count."""
+
+Count = Annotated[int, Field(ge=0, lt=MOST_COUNT)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_S, allow_inf_nan=False)]
+"""A duration, or a moment since the epoch."""
+
+
+def number_of(value: object) -> float | None:
+    """A number that is finite and at most ``MOST``; None for anything else."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= MOST else None
+
 
 CHUNK = 1 << 16
 """Bytes that are read at once, from the end."""

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from async_opd.core.distributions import versions
 from async_opd.files.foreign import Place, foreign
-from async_opd.files.numbers import Seconds
+from async_opd.files.lines import Seconds
 from async_opd.files.safe_open import write_atomically
 
 ORIGIN = "origin.json"

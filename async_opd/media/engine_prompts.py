@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Media
 from async_opd.core.samples import Prompt
+from async_opd.core.sequence import Int32
 from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,15 @@ def every_value(tree: object, above: tuple[str, ...] = ()) -> Iterator[tuple[tup
             yield keys, value
         if isinstance(value, Mapping | list):
             yield from every_value(value, keys)
+
+
+_SNAPSHOT = re.compile(r"/(?:models|datasets)--([^/]+)/snapshots/([^/]+)")
+
+
+def hub_id(path: str) -> tuple[str, str] | None:
+    """The id and the revision of a path in the hub's cache: ``…/models--me--m/snapshots/0f1…``.
+
+    None for any other path.
+    """
+    found = _SNAPSHOT.search(path)
+    return None if found is None else (found[1].replace("--", "/", 1), found[2])

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from async_opd.core.arrays import Int32
 from async_opd.core.row import Media
+from async_opd.core.sequence import Int32
 from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
 from async_opd.media.engine_prompts import EnginePrompts

@@ -9,11 +9,11 @@ from rich.table import Table
 
 from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
 from async_opd.checks.resources import pools, resolve_device, with_device
-from async_opd.checks.tested import REMEDY, untested
 from async_opd.config.load import dump_config
 from async_opd.config.overrides import add_config, add_run_dir, load_given
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
+from async_opd.core.distributions import REMEDY, untested
 from async_opd.core.errors import ConfigError
 from async_opd.core.printable import escaped, indented
 from async_opd.models.hub import with_cached

@@ -311,7 +311,7 @@ def _without_place(text: str) -> str:
 
     A copy in the hub's cache is named by id and revision.
     """
-    from async_opd.files.hub_snapshot import hub_id
+    from async_opd.models.json_files import hub_id
 
     if (cached := hub_id(text)) is not None:
         return "@".join(cached)

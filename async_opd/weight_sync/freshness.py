@@ -36,8 +36,8 @@ from typing import Literal
 
 import numpy as np
 
-from async_opd.core.arrays import Float32
 from async_opd.core.errors import WeightSyncError, WrongWeights
+from async_opd.core.sequence import Float32
 from async_opd.weight_sync.layout import Kind, Reference, WeightMeta, by_kind
 from async_opd.weight_sync.parameters import (
     PACKED,

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from async_opd.core.arrays import Float32, Int32
 from async_opd.core.errors import WeightSyncError
 from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.sequence import Float32, Int32
 from async_opd.core.uid import Uid, rollout_uid
 
 EXPERT, BESIDE = "*", "+"

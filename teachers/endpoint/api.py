@@ -21,10 +21,9 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 import numpy as np
 
-from async_opd.core.arrays import Float32, Int32
 from async_opd.core.samples import FinishReason, Prompt, Rollout
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
-from async_opd.core.sequence import indices
+from async_opd.core.sequence import Float32, Int32, indices
 from async_opd.core.stages import SamplingSpec
 from async_opd.media.decode import data_url
 from teachers.answers import SLACK, repeated

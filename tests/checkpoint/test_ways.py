@@ -11,11 +11,12 @@ from unittest.mock import patch
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from async_opd.accounting.lineage import Beginning, begun_after
-from async_opd.accounting.roll_backs import (
+from async_opd.accounting.lineage import (
     ROLL_BACKS,
+    Beginning,
     RollBack,
     add_roll_back,
+    begun_after,
     read_roll_backs,
 )
 from async_opd.checkpoint.earlier_run import newest_mirrored, take_mirrored

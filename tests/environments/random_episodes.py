@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from async_opd.config.sections.environment import EnvironmentConfig
-from async_opd.core.arrays import Int32
 from async_opd.core.batch import Batch
 from async_opd.core.environments import AssistantMessage, Collateral, Message, Opening, Outcome
 from async_opd.core.errors import RolloutFault
@@ -41,7 +40,7 @@ from async_opd.core.samples import (
     VersionSpan,
 )
 from async_opd.core.scores import SampledLogprobs
-from async_opd.core.sequence import PROMPT, STUDENT
+from async_opd.core.sequence import PROMPT, STUDENT, Int32
 from async_opd.core.stages import DEAD, PROMPTS, SCORED, SamplingSpec, rollouts_topic, topics
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.environments.episode import EpisodePlayer, Reading

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from async_opd.core.arrays import Int32
 from async_opd.core.environments import AssistantMessage, Message, ToolCall
+from async_opd.core.sequence import Int32
 from async_opd.models.tokenizer import Text
 from async_opd.models.turns import Turns
 from tests.models.turns.styles import (

@@ -12,8 +12,7 @@ import pytest
 from async_opd.accounting.journal import LEDGER
 from async_opd.config.load import dump_config, load_config
 from async_opd.core.errors import CheckpointError, ConfigError
-from async_opd.files.lines import metrics_row
-from async_opd.files.numbers import MOST_S, number_of
+from async_opd.files.lines import MOST_S, metrics_row, number_of
 from async_opd.files.origin import ORIGIN, read_origins
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.live.live_file import LIVE_FILE, read_live

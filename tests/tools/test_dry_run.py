@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from async_opd.accounting.lineage import begun_after
-from async_opd.accounting.roll_backs import RollBack, add_roll_back
+from async_opd.accounting.lineage import RollBack, add_roll_back, begun_after
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.run_copies import END, RunCopies

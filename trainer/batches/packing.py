@@ -18,11 +18,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from async_opd.core.arrays import Float32
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import HiddenStates, SampledLogprobs, SupportScores
-from async_opd.core.sequence import indices
+from async_opd.core.sequence import Float32, indices
 from trainer.batches.batch_metrics import LATER_TURNS, SEPARATE_TURNS, masked_tokens
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses.base import Change, TeacherStates, Tokens

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.core.errors import StageError
-from async_opd.files.hub_snapshot import hub_id
 from async_opd.files.safe_open import FOLDER_MODE
+from async_opd.models.json_files import hub_id
 from async_opd.weight_sync.layout import PEFT_PREFIX
 from trainer.saving.state import Tensors, model_state
 from trainer.student.sharding import full_tensor, is_sharded

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from async_opd.core.arrays import Float32, Int32
 from async_opd.core.row import Media
+from async_opd.core.sequence import Float32, Int32
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.weight_sync.layout import GOLDEN, HeldRow, Reference, by_kind, held_ids, held_rows
 from trainer.batches.packing import Row

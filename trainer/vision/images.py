@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from async_opd.core.arrays import Int32
 from async_opd.core.errors import StageError
 from async_opd.core.row import Media
 from async_opd.core.samples import Rollout, Sample
+from async_opd.core.sequence import Int32
 from async_opd.core.stages import TRAINER
 from async_opd.media.cache import FETCH_S
 from trainer.losses.base import Change

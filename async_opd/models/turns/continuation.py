@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from async_opd.core.arrays import Int32
 from async_opd.core.environments import AssistantMessage, Message, ToolCall
 from async_opd.core.row import kinds_of
+from async_opd.core.sequence import Int32
 from async_opd.models.chat_template import THOUGHT
 from async_opd.models.special_tokens import MARK
 from async_opd.models.tokenizer import Text

@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from async_opd.files.foreign import Place, foreign
-from async_opd.files.numbers import Count, Seconds
+from async_opd.files.lines import Count, Seconds
 from async_opd.files.safe_open import write_atomically
 from async_opd.observability.sinks import Sink, Summary
 

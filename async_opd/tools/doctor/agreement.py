@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_opd.core.arrays import Float32
+from async_opd.core.sequence import Float32
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from async_opd.config.lone_teacher import (
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
-from async_opd.core.arrays import Float32
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import Problem, RolloutFault, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
+from async_opd.core.sequence import Float32
 from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import supervised
 from async_opd.data.prompts import to_prompt

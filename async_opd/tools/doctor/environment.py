@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from async_opd.checks.tested import REMEDY, TESTED, is_tested
-from async_opd.core.distributions import installed
+from async_opd.core.distributions import REMEDY, TESTED, installed, is_tested
 from async_opd.tools.doctor.finding import Finding
 
 TOPIC = "environment"

@@ -14,8 +14,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.arrays import Float32
 from async_opd.core.scores import TopK
+from async_opd.core.sequence import Float32
 from async_opd.tools.doctor.agreement import Agreement
 from async_opd.tools.doctor.bias import PrecisionBias
 from async_opd.tools.doctor.divergences import Float64, Positions

@@ -17,11 +17,11 @@ from typing import Protocol
 
 import numpy as np
 
-from async_opd.core.arrays import Float32
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import RolloutFault
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, SupportScores, TopK
+from async_opd.core.sequence import Float32
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import GradeRollout
 from async_opd.tools.doctor.divergences import Float64

@@ -24,13 +24,20 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from async_opd.accounting.audit import Audit, audit
-from async_opd.accounting.roll_backs import RollBack, read_roll_backs
+from async_opd.accounting.lineage import RollBack, read_roll_backs
 from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
-from async_opd.files.lines import MetricsRow, json_object, json_objects, metrics_rows
-from async_opd.files.numbers import Count, Seconds, number_of
+from async_opd.files.lines import (
+    Count,
+    MetricsRow,
+    Seconds,
+    json_object,
+    json_objects,
+    metrics_rows,
+    number_of,
+)
 from async_opd.files.run_format import refuse_no_run
 from async_opd.observability.live.live_file import read_live
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY

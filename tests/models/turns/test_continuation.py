@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from async_opd.core.arrays import Int32
 from async_opd.core.environments import AssistantMessage, Message, Opening, ToolCall
+from async_opd.core.sequence import Int32
 from async_opd.models.tokenizer import Text
 from async_opd.models.turns import Turns
 from tests.models.turns.styles import ADD, STYLES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_opd.files.hub_snapshot import hub_id
+from async_opd.models.json_files import hub_id
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.checks.tested import TESTED, untested
+from async_opd.core.distributions import TESTED, untested
 from async_opd.tools import check
 from async_opd.tools.doctor.environment import environment
 from tests.world.cli import Cli

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.accounting.roll_backs import ROLL_BACKS, RollBack, add_roll_back, read_roll_backs
+from async_opd.accounting.lineage import ROLL_BACKS, RollBack, add_roll_back, read_roll_backs
 from async_opd.core.errors import CheckpointError
 
 
