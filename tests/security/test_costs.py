@@ -19,7 +19,7 @@ from async_opd.files.foreign import ForeignPath
 from async_opd.files.kept_steps import KEPT, kept_name
 from async_opd.files.lines import MetricsRow
 from async_opd.tools.importing import shell
-from async_opd.tools.importing.budget import Budget
+from async_opd.tools.importing.draft import Budget
 from async_opd.tools.plan.inputs import setting_of
 from async_opd.tools.plan.sim.simulation import predict
 from async_opd.tools.replay.kept_run import replay_plan

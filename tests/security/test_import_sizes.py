@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.errors import ConfigError
-from async_opd.tools.importing.budget import FILE_BYTES
 from async_opd.tools.importing.command import imported
+from async_opd.tools.importing.draft import FILE_BYTES
 from async_opd.tools.importing.shell import split
 from tests.fuzz.command import command
 

@@ -7,6 +7,13 @@
 
 A value that could not be read never becomes a default: its keys here are placeholders, under
 ``fill_in``. ``mapped`` has only keys that stand in the result.
+
+A ``Budget`` bounds what a file becomes with its variables, aliases and references in place:
+
+    a file of at most ``FILE_BYTES`` ──a reader──► keys and values of at most ``MAX_CHARACTERS``
+
+A few lines can double a text beyond all memory, and many lines can each repeat a long one.
+Therefore all readers of a file take what they put in place from one budget, before they build it.
 """
 
 from __future__ import annotations
@@ -19,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_opd.config.keys import default_of, keys_below
-from async_opd.tools.importing.budget import Budget
 from async_opd.tools.importing.table import (
     CONVERSIONS,
     UNSTATED,
@@ -28,6 +34,26 @@ from async_opd.tools.importing.table import (
     Table,
     entry_of,
 )
+
+FILE_BYTES = 1 << 20
+MAX_CHARACTERS = 1 << 22
+
+
+@dataclass
+class Budget:
+    """Characters of keys and values that are left for a file."""
+
+    left: int = MAX_CHARACTERS
+
+    def take(self, characters: int, what: str) -> None:
+        """SyntaxError if the file has more characters than are left for it."""
+        self.left -= characters
+        if self.left < 0:
+            raise SyntaxError(
+                f"with its variables, aliases and references in place it has more than "
+                f"{MAX_CHARACTERS:,} characters, at {what[:80]!r}"
+            )
+
 
 FILE = "data/train.jsonl"
 """The file that is named where the framework names no data that can be read here."""

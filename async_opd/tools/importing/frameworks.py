@@ -13,9 +13,8 @@ from async_opd.config.yaml_text import YamlError, load_yaml
 from async_opd.core.errors import ConfigError
 from async_opd.files.foreign import foreign
 from async_opd.tools.importing import asyncopd, nemo_rl, prime_rl, trl, verl
-from async_opd.tools.importing.budget import FILE_BYTES, Budget
 from async_opd.tools.importing.common import complete
-from async_opd.tools.importing.draft import Draft, Expression, add, flat
+from async_opd.tools.importing.draft import FILE_BYTES, Budget, Draft, Expression, add, flat
 from async_opd.tools.importing.python_script import CONFIGS, read_python
 from async_opd.tools.importing.shell import flags, overrides, read_shell
 from async_opd.tools.importing.table import Table, table_of

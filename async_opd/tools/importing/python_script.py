@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_opd.tools.importing.budget import Budget
-from async_opd.tools.importing.draft import Expression, add, flat
+from async_opd.tools.importing.draft import Budget, Expression, add, flat
 
 CONFIGS = ("GKDConfig", "GOLDConfig", "DistillationConfig", "AsyncDistillationConfig")
 TRAINERS = tuple(name.replace("Config", "Trainer") for name in CONFIGS)

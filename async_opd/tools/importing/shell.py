@@ -18,8 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 from async_opd.config.yaml_text import YamlError, load_yaml
-from async_opd.tools.importing.budget import Budget
-from async_opd.tools.importing.draft import Expression, flat
+from async_opd.tools.importing.draft import Budget, Expression, flat
 
 DECLARES = ("export", "local", "readonly", "declare")
 ASSIGNMENT = re.compile(rf"^(?:(?:{'|'.join(DECLARES)})\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)

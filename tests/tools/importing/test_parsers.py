@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from async_opd.config.yaml_text import YamlError
-from async_opd.tools.importing.budget import Budget
-from async_opd.tools.importing.draft import Expression
+from async_opd.tools.importing.draft import Budget, Expression
 from async_opd.tools.importing.frameworks import read_yaml
 from async_opd.tools.importing.python_script import read_python
 from async_opd.tools.importing.shell import flags, overrides, read_shell

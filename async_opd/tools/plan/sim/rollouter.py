@@ -19,9 +19,8 @@ from functools import partial
 
 from async_opd.accounting.admission import Admission
 from async_opd.tools.plan.setting import Setting
-from async_opd.tools.plan.sim.clock import Clock, Level
+from async_opd.tools.plan.sim.clock import Clock, Level, SimulatedTopic
 from async_opd.tools.plan.sim.population import Population
-from async_opd.tools.plan.sim.topic import SimulatedTopic
 from rollouter.slots import for_evaluation
 
 ADMITTED = 64

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from async_opd.accounting.admission import Admission
 from async_opd.tools.plan.setting import Setting
-from async_opd.tools.plan.sim.clock import Clock, Level
+from async_opd.tools.plan.sim.clock import Clock, Level, SimulatedTopic
 from async_opd.tools.plan.sim.population import Population
 from async_opd.tools.plan.sim.rollouter import SimulatedRollouts
-from async_opd.tools.plan.sim.topic import SimulatedTopic
 
 
 class SimulatedBatcher:
