@@ -37,7 +37,7 @@ from async_opd.microscope import MICROSCOPE, RecordWriter
 from async_opd.models.tokenizer import Text
 from benchmarks.cpu_costs import interval
 from benchmarks.trainer import VOCABULARY, Packing, lengths, sample
-from trainer.recording.recorder import Recorder
+from trainer.recorder import Recorder
 
 SHARE = 0.01
 

@@ -38,7 +38,7 @@ from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.optimizer import adamw
 from trainer.rank import Rank
-from trainer.recording.recorder import Recorder
+from trainer.recorder import Recorder
 from trainer.student.attention_choice import platform_of
 from trainer.student.loading import set_attention
 from trainer.student.loss_module import StudentLoss

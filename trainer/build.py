@@ -19,15 +19,15 @@ from trainer.follower import Follower
 from trainer.layers import compile_layers
 from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.losses.teacher_heads import load_heads
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
-from trainer.recording.recorder import recorder_of
+from trainer.recorder import recorder_of
 from trainer.replay.keeper import Keeper
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import empty_student, fill_student
 from trainer.student.quantization import SentMatrices
 from trainer.student.sharding import join_mesh, lone_mesh
-from trainer.teacher_heads import load_heads
 from trainer.vision.images import sight_of
 
 if TYPE_CHECKING:

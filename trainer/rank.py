@@ -36,7 +36,7 @@ from trainer.losses.report import Metrics, merged, token_sums
 from trainer.notes import note
 from trainer.offload import move, park
 from trainer.optimizer import adamw
-from trainer.recording.recorder import Recorder
+from trainer.recorder import Recorder
 from trainer.replay.keeper import Keeper, Kept, Weights, platform_of, weights_of
 from trainer.replay.kept_step import StepResult
 from trainer.saving.shards import Shards, Stamp

@@ -294,7 +294,7 @@ def _received(config: RunConfig, machine: Machine) -> Terms:
 def _recorded(config: RunConfig) -> Terms:
     """Records of ``log.microscope`` of a step's tokens until its end, float64.
 
-    Of each token at most 13 numbers and five for each of the ``top_k`` (``trainer.recording``).
+    Of each token at most 13 numbers and five for each of the ``top_k`` (``trainer.recorder``).
     """
     settings = config.log.microscope
     if not settings.share:

@@ -3,8 +3,8 @@
 logits = cap(states · weightᵀ + bias) · scale, with cap(x) = soft_cap · tanh(x / soft_cap)
 
 The order is vLLM's (model_executor/layers/logits_processor.py). For objectives over the
-whole vocabulary teachers return hidden states, and the trainer (trainer/teacher_heads.py) loads
-the tensors that ``HeadFiles`` describes.
+whole vocabulary teachers return hidden states, and the trainer
+(trainer/losses/teacher_heads.py) loads the tensors that ``HeadFiles`` describes.
 """
 
 from __future__ import annotations

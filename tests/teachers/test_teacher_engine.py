@@ -206,7 +206,7 @@ def teacher_logprobs(states: Any) -> Any:
     """Log-probabilities [R, V] of hidden states, by the head as the trainer reads it."""
     import torch
 
-    from trainer.teacher_heads import read_head
+    from trainer.losses.teacher_heads import read_head
 
     head = read_head("sort", str(TEACHER), torch.float32, 128, torch.device("cpu"))
     rows = torch.from_numpy(states.states)

@@ -28,7 +28,7 @@ from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
 from trainer.rank_group import RankSpec
-from trainer.recording.recorder import Recorder
+from trainer.recorder import Recorder
 from trainer.replay.kept_step import quantities_of
 
 Gradients = dict[str, torch.Tensor]

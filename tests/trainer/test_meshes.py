@@ -22,10 +22,10 @@ from trainer.follower import Follower
 from trainer.layers import recompute_activations
 from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.losses.teacher_heads import TeacherHead
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.student.sharding import join_mesh
-from trainer.teacher_heads import TeacherHead
 
 pytestmark = pytest.mark.slow
 

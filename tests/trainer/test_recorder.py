@@ -31,11 +31,11 @@ from tests.trainer.ranks import CPU, mesh_of, on_ranks
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
+from trainer.losses.teacher_heads import TeacherHead
 from trainer.notes import drain_notes
 from trainer.rank import Rank
 from trainer.rank_group import RankSpec
-from trainer.recording.recorder import Recorder
-from trainer.teacher_heads import TeacherHead
+from trainer.recorder import Recorder
 
 SIZES = [5, 1, 0, 9, 3, 7]
 VARIED: dict[str, dict[str, Any]] = {

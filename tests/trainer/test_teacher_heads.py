@@ -35,8 +35,8 @@ from trainer.batches.packing import pack
 from trainer.learner import Learner
 from trainer.losses import Objective, build_objective
 from trainer.losses.chunked import chunked_loss
+from trainer.losses.teacher_heads import TeacherHead, load_heads, read_head
 from trainer.rank import BackwardResult, Rank
-from trainer.teacher_heads import TeacherHead, load_heads, read_head
 
 CPU = torch.device("cpu")
 

@@ -126,7 +126,7 @@ class Tokens:
     ``Packed.owners``, for metrics. ``fresh`` bool [N]: the whole response was sampled under the
     weights that are trained (``losses.mismatch``). ``masked`` bool [N]: the token is too old for
     the distillation loss, where it weighs 0, and for its means; None if there is no bound.
-    ``recorded`` where rows are recorded (``trainer.recording``). Of the teacher:
+    ``recorded`` where rows are recorded (``trainer.recorder``). Of the teacher:
     ``teacher_logprobs`` [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
     ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N], the logarithm of the mass
     outside of it; or ``teacher_states``, which cover all rows in order.

@@ -42,8 +42,8 @@ from async_opd.models.lm_head import LogitShape
 from trainer.losses.base import Recorded, TeacherStates, Tokens
 from trainer.losses.compiled import ObjectiveRun
 from trainer.losses.objective import Objective
+from trainer.losses.recorded import most_probable, normalized
 from trainer.losses.report import GRADIENT, Metrics, concat_metrics
-from trainer.recording.rows import most_probable, normalized
 
 Sum = Callable[[torch.Tensor], None]
 """Sums a tensor over all ranks that share a micro-batch, in place."""

@@ -30,8 +30,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from trainer.losses.base import Tokens
+from trainer.losses.recorded import STUDENT, TEACHER
 from trainer.losses.terms import Metrics, Term
-from trainer.recording.rows import STUDENT, TEACHER
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from trainer.losses.objective import LOG_RATIO, MASKED
+from trainer.losses.recorded import STUDENT, TEACHER, TOP
 from trainer.losses.terms import Metrics as Metrics
-from trainer.recording.rows import STUDENT, TEACHER, TOP
 
 GRADIENT = "gradient"
 """Norm of each token's part of the loss's gradient by the student's output states [H]."""

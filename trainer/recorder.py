@@ -37,9 +37,9 @@ from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Packed
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses.base import Kept, Recorded
+from trainer.losses.recorded import STUDENT, TEACHER, TOP
 from trainer.losses.report import Metrics
 from trainer.notes import note
-from trainer.recording.rows import STUDENT, TEACHER, TOP
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
