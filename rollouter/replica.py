@@ -410,16 +410,11 @@ class StudentReplica:
                 **({} if self._player is None else self._player.gauges),
             },
             busy=self._activity.drain(),
-            waits_for=self._waits_for,
+            waits_for="" if self._activity.depth and not self._mixed else WAITS[self._cause()],
             spans=self._activity.drain_spans(),
         )
         self._counters, self._worker.rollouts = dict.fromkeys(COUNTERS, 0.0), 0
         return with_images(report, self._media)
-
-    @property
-    def _waits_for(self) -> str:
-        """The engine's wait now; '' if it computes."""
-        return "" if self._activity.depth and not self._mixed else WAITS[self._cause()]
 
     def _cause(self) -> str:
         cause = cause_of(paused=not self._unpaused.is_set(), asleep=self._gate.closed)

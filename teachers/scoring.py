@@ -190,8 +190,7 @@ class RequestScoring:
             return SampledLogprobs(sampled)
         support, rest = np.ascontiguousarray(logprobs[:, 1:-1]), finite(logprobs[:, -1])
         if self._spec.kind == "teacher_topk":
-            best = np.ascontiguousarray(found[:, -wanted.top_k :])
-            return TopK(best, support, sampled, rest)
+            return TopK(np.ascontiguousarray(found[:, -wanted.top_k :]), support, sampled, rest)
         candidates = np.ascontiguousarray(ids[:, 1:])
         return CandidateLogprobs(candidates, finite(support), finite(sampled), rest)
 

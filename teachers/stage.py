@@ -108,9 +108,8 @@ class ScorerStage:
         self._batch_sizes = dict(batch_sizes)
         self._call_tokens = dict(call_tokens or {})
         self._putting: Counter[str] = Counter()  # scored batches that are being put, by teacher
-        self._put_s: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds of puts since the last report, by teacher
+        # seconds of puts since the last report, by teacher
+        self._put_s: defaultdict[str, float] = defaultdict(float)
         self._rebuild = rebuild
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("scorer")
@@ -237,8 +236,7 @@ class ScorerStage:
         self._slept.set()
         backlog, topic = self._backlogs[self._hosts[teacher]], rollouts_topic(teacher)
         while True:
-            room = await backlog.room(teacher)
-            at_most = min(room, self._batch_sizes[teacher])
+            at_most = min(await backlog.room(teacher), self._batch_sizes[teacher])
             lease = await self._leases.get(topic, at_most, tokens=self._call_tokens.get(teacher))
             await backlog.hold(teacher, lease)
 
@@ -355,8 +353,7 @@ def _pools(
     """A pool per teacher; the replicas of the teachers in ``asleep`` sleep now."""
     pools: dict[str, TeacherPool] = {}
     for name, replicas in teachers.items():
-        of = health.get(name, HealthConfig())
-        given = (name, replicas, of, rebuild, supervision)
+        given = (name, replicas, health.get(name, HealthConfig()), rebuild, supervision)
         slots = ReplicaSlots(*given, asleep=name in asleep, start_s=start_s)
         pools[name] = TeacherPool(slots, episodes)
     return pools

@@ -70,10 +70,8 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     torch.manual_seed(config.seed)
     device = torch.device(device_name)
     student = empty_student(config, device)
-    cores, entries = (
-        len(os.sched_getaffinity(0)),
-        sum(p.numel() for p in student.model.parameters()),
-    )
+    cores = len(os.sched_getaffinity(0))
+    entries = sum(p.numel() for p in student.model.parameters())
     torch.set_num_threads(train_threads(config, device_name, cores, entries))
     objective = build_objective(config.loss, config.reward, config.rollout.temperature)
     heads = load_heads(config, len(student.model.get_output_embeddings().weight), device)
@@ -88,9 +86,8 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     def fill() -> None:
         nonlocal exact, layers
         exact = check_student(fill_student(student, config, device, spec), longest)
-        if (
-            config.train.compile is True
-        ):  # not ``auto``, which is left where the student's files are not on the driver's machine
+        # not ``auto``, which is left where the student's files are not on the driver's machine
+        if config.train.compile is True:
             layers = compile_layers(student.model)
 
     rank = Rank(

@@ -103,8 +103,7 @@ def checkpointing_layers(model: Any) -> list[Any]:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:
-    name = operation.name().split(".")[0]
-    kept = name in KEPT
+    kept = operation.name().split(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -77,18 +77,15 @@ class HostMoments(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self.inner.param_groups = [{**group, "params": [parameter]}]
-                        self._step(parameter)
+                        self._move(parameter, parameter.device)
+                        self.inner.step()
+                        self._move(parameter, torch.device("cpu"))
         finally:
             self.inner.param_groups = groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See Optimizer.zero_grad."""
         self.inner.zero_grad(set_to_none)
-
-    def _step(self, parameter: torch.Tensor) -> None:
-        self._move(parameter, parameter.device)
-        self.inner.step()
-        self._move(parameter, torch.device("cpu"))
 
     def _move(self, parameter: torch.Tensor, device: torch.device) -> None:
         state = self.state[parameter]

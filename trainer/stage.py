@@ -180,7 +180,8 @@ class TrainerStage:
         """Writes the student to the directory in Hugging Face format."""
         async with self._gathers, self._weights:
             await self._compute(self._learner.save, self._model_dir, directory)
-            await self._free_if_asleep()
+            if self._gate.closed:  # gathering full tensors of several ranks leaves a cache
+                await self._compute(self._learner.free_cache)
 
     def _compute(
         self, work: Callable[P, T], *args: P.args, **named: P.kwargs
@@ -297,11 +298,6 @@ class TrainerStage:
         cached memory: the caller of ``sleep`` has gone.
         """
         if await self._gate.close():
-            await self._compute(self._learner.free_cache)
-
-    async def _free_if_asleep(self) -> None:
-        """Frees what gathering full tensors of several ranks has left in torch's cache."""
-        if self._gate.closed:
             await self._compute(self._learner.free_cache)
 
     async def wake(self) -> None:

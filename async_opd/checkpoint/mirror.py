@@ -224,8 +224,7 @@ class Mirror(Sink):
                     self._copies.remove(name_of(step))
         if ending:
             self._copies.refuse_other(self._me)
-            files = files_to_copy(self._run_dir, *RESULTS)
-            self._copies.upload(END, files, lambda sent: None)
+            self._copies.upload(END, files_to_copy(self._run_dir, *RESULTS), lambda sent: None)
             self._ended = True
 
     def _note(self) -> None:

@@ -145,8 +145,7 @@ class RunCopies:
         ``Changed`` if its list of files has more bytes than ``most``.
         """
         try:
-            content = (self.place / name / LISTING).read(most)
-            files = _Listing.validate_json(content)
+            files = _Listing.validate_json((self.place / name / LISTING).read(most))
         except (FileNotFoundError, ValidationError):  # the latter: of a write that was cut off
             return None
         fits = all(may_be_copied(name) and file.bytes >= 0 for name, file in files.items())

@@ -211,8 +211,7 @@ class _Context:
 
     def _begin(self) -> None:
         self._segment, self._thoughts = len(self.parts), False
-        ids = self._turns.opening(self._messages, self._tools, self._own)
-        self.parts.append((PROMPT, ids))
+        self.parts.append((PROMPT, self._turns.opening(self._messages, self._tools, self._own)))
 
     @property
     def ids(self) -> Int32:

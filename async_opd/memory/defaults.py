@@ -103,8 +103,7 @@ def with_compiled_layers(config: RunConfig, machine: Machine) -> RunConfig:
     if chosen:
         student = machine.sizes(config.student.model)
         chosen = not student.experts and student.tower is None and student.recomputable
-    made = train.model_copy(update={"compile": chosen})
-    return config.model_copy(update={"train": made})
+    return config.model_copy(update={"train": train.model_copy(update={"compile": chosen})})
 
 
 def cache_bytes(config: RunConfig, name: str, machine: Machine) -> tuple[int, int]:
@@ -137,5 +136,4 @@ def _kept(settings: dict[str, Any], layers: int, tokens: int, step: int) -> Iter
 
 def _settings(model: str) -> dict[str, Any]:
     """The text settings of a local model's config.json; empty if there is none."""
-    file = Path(model) / "config.json"
-    return dict(text_settings(read_json(file)))
+    return dict(text_settings(read_json(Path(model) / "config.json")))

@@ -79,21 +79,17 @@ def _attention(size: ModelSize, precision: Precision, repeats_keys: bool) -> int
 
 
 def _feed_forward(size: ModelSize, precision: Precision) -> int:
-    if size.experts:
-        return _experts(size, precision)
-    inner = precision.compute * size.inner * (4 if size.gated else 2)
-    return precision.inputs(size.hidden, 2 if size.gated else 1) + inner
-
-
-def _experts(size: ModelSize, precision: Precision) -> int:
     """Of a mixture: the router's probabilities; and of each expert of a token all that it has.
 
     Its input is a copy of the token's, its result is kept for its weight's gradient. Products of
     grouped matrices know no autocast: they compute in the weights' type, the residual stream's.
     """
-    each = precision.residual * (2 * size.hidden + 4 * size.inner)
-    router = precision.inputs(size.hidden, 1) + 4 * size.experts
-    return router + size.active * (each + 32)
+    if size.experts:
+        each = precision.residual * (2 * size.hidden + 4 * size.inner)
+        router = precision.inputs(size.hidden, 1) + 4 * size.experts
+        return router + size.active * (each + 32)
+    inner = precision.compute * size.inner * (4 if size.gated else 2)
+    return precision.inputs(size.hidden, 2 if size.gated else 1) + inner
 
 
 def products_bytes(size: ModelSize, precision: Precision) -> int:
@@ -277,9 +273,8 @@ def backward(step: Step) -> Terms:
     phases = [_head_backward(step) | _seen(step), _layer_backward(step) | _seen(step)]
     if step.sharded:
         phases.append(_layer_backward(step, inner=True) | _seen(step))
-    elif (
-        step.size.tied and not step.frozen
-    ):  # its gradients as head and as embedding, and their sum
+    elif step.size.tied and not step.frozen:
+        # its gradients as head and as embedding, and their sum
         table = 12 * step.size.vocabulary * step.size.hidden
         phases.append({"activations": kept_activations(step, 0), "head's gradient": table})
     if step.size.tower and not (step.frozen or step.vision_frozen):
@@ -333,9 +328,8 @@ def _head_backward(step: Step) -> Terms:
     found = {"activations": _activations_before_head(step)}
     head = 0 if step.frozen else size.vocabulary * size.hidden
     if not step.sharded:
-        casts = _casts(
-            step, one_layer=step.recompute != "none"
-        )  # autocast has forgotten the others
+        # autocast has forgotten the others
+        casts = _casts(step, one_layer=step.recompute != "none")
         return found | {"head's gradient": 8 * head} | casts
     shards = step.ranks // step.copies
     reduced = compute * head if size.tied else 4 * head // shards

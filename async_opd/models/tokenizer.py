@@ -252,8 +252,7 @@ class Text:
 
     @cached_property
     def _processor(self) -> ImageProcessor:
-        load = self._load_processor or partial(ImageProcessor.load, str(self._dir))
-        return load()
+        return (self._load_processor or partial(ImageProcessor.load, str(self._dir)))()
 
     @cached_property
     def placeholder(self) -> int | None:

@@ -126,12 +126,9 @@ class RunLog:
         self._metrics_file = self._open(METRICS)
         self._messages_file = self._open(RUN_LOG)
         for sink in reversed(self._wanted):
-            self._start(sink)
+            if self._noted(sink, lambda sink: sink.start()):
+                self._sinks.insert(0, sink)
         return self
-
-    def _start(self, sink: Sink) -> None:
-        if self._noted(sink, lambda sink: sink.start()):
-            self._sinks.insert(0, sink)
 
     def __exit__(
         self,

@@ -27,9 +27,8 @@ class ScoreBacklog:
         self._size = backlog_size
         self._leases: dict[str, deque[Lease]] = {name: deque() for name in teachers}
         self._requests: dict[str, deque[BacklogRequest]] = {name: deque() for name in teachers}
-        self._taken = dict.fromkeys(
-            teachers, 0
-        )  # rollouts held, or scored and not yet in the queue
+        # rollouts held, or scored and not yet in the queue
+        self._taken = dict.fromkeys(teachers, 0)
         self._left: float = math.inf  # rollouts that this scoring phase may still take
         self._changed = asyncio.Condition()
 

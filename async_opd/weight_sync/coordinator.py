@@ -199,7 +199,9 @@ class BroadcastSync:
             report = self._report(self._clock() - started, rounds)
             failures, found = await self._compare(sorted(self._alive))
             self._fail(failures)
-            return replace(report, metrics={**report.metrics, **found, **self._wrong_weights})
+            if self._freshness is not None:
+                found["sync/wrong_weights"] = float(self._wrong)
+            return replace(report, metrics={**report.metrics, **found})
 
     async def _push(self, version: int, meta: WeightMeta) -> int:
         """Updates groups until no member that serves is behind. Returns the number of rounds."""
@@ -302,10 +304,6 @@ class BroadcastSync:
         self._wrong += len(wrong)
         stops = self._freshness is not None and self._freshness.stops
         return wrong[0] if wrong and stops else None
-
-    @property
-    def _wrong_weights(self) -> dict[str, float]:
-        return {} if self._freshness is None else {"sync/wrong_weights": float(self._wrong)}
 
     def _numbered_groups(self, indices: set[int]) -> dict[int, list[int]]:
         """The groups by number: one of all members, or with ``rolling`` one of each."""

@@ -95,13 +95,11 @@ def held_ids(count: int, vocabulary: int, without: Collection[int] = ()) -> Int3
     them lies evenly over the vocabulary. One of ``without``, such as tokens that stand for images,
     is replaced by the next one that is not.
     """
-    numbers = np.arange(1, count + 1) * GOLDEN % 1.0
-    ids = (numbers * vocabulary).astype(np.int32)
+    ids: Int32 = (np.arange(1, count + 1) * GOLDEN % 1.0 * vocabulary).astype(np.int32)
     for at in np.flatnonzero(np.isin(ids, list(without))):
         while int(ids[at]) in without:
             ids[at] = (ids[at] + 1) % vocabulary
-    found: Int32 = ids
-    return found
+    return ids
 
 
 @dataclass(frozen=True)
@@ -145,13 +143,9 @@ class Reference:
 
     def refuse_not_finite(self) -> None:
         """WeightSyncError unless all numbers are finite."""
-        if not all(map(math.isfinite, self.noise.values())) or not all(map(_finite, self.logprobs)):
+        if not all(np.isfinite(one).all() for one in (*self.noise.values(), *self.logprobs)):
             cause = "the trainer's own log-probabilities of held rows are not finite"
             raise WeightSyncError("weight sync", cause, "its weights are broken: resume the run")
-
-
-def _finite(values: Float32) -> bool:
-    return bool(np.isfinite(values).all())
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from io import BufferedRWPair
 from typing import Any
 
 from async_opd.core.errors import WeightSyncError
@@ -154,7 +153,9 @@ class RendezvousServer:
                 connection.settimeout(self._timeout_s)
                 with connection.makefile("rwb") as stream:
                     while line := stream.readline(LINE_BYTES):
-                        _reply(stream, self._answer(json.loads(line)))
+                        answer = self._answer(json.loads(line))
+                        stream.write(json.dumps(answer).encode() + b"\n")
+                        stream.flush()
         finally:
             with self._changed:
                 self._unauthenticated.pop(connection, None)
@@ -281,11 +282,6 @@ def _shut_down(connection: socket.socket) -> None:
     """Wakes the thread that reads from the connection; that thread closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _reply(stream: BufferedRWPair[Any, Any], answer: str) -> None:
-    stream.write(json.dumps(answer).encode() + b"\n")
-    stream.flush()
 
 
 def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:

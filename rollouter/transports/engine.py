@@ -147,8 +147,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
     def _load(self, meta: WeightMeta, chunk: range, buffer: torch.Tensor) -> Exception | None:
         """Loads the tensors of a chunk; returns the error if it fails."""
         try:
-            weights = self.passing(_unpacked(meta, chunk, buffer))
-            self.model.load_weights(experts_apart(weights))
+            self.model.load_weights(experts_apart(self.passing(_unpacked(meta, chunk, buffer))))
         except Exception as error:
             return error
         return None

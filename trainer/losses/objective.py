@@ -140,10 +140,13 @@ class Objective:
             factor = factor * weight
         metrics["total"] = factor * opened.value
         slope = self._reward(log_ratio, tokens, metrics)
-        # At another temperature log q of the reward has another gradient, which is added after.
+        # At another temperature log q of the reward has another gradient, which is added after:
+        # of logit j it is g (1[j = y] - q_j) / T; g is ``slope``, q is at T.
         opened.close(factor, slope if tempered is None else None)
         if tempered is not None and slope is not None:
-            self._add_tempered(logits, tempered, tokens.targets, slope)
+            slope = (slope / self.temperature)[:, None]
+            logits.sub_(tempered.exp_().mul_(slope))
+            logits.scatter_add_(-1, tokens.targets[:, None], slope)
         return metrics
 
     def _reward(
@@ -163,15 +166,3 @@ class Objective:
         if slopes.dual_clipped is not None:
             metrics["dual_clipped"] = slopes.dual_clipped
         return weights * slopes.slope
-
-    def _add_tempered(
-        self,
-        gradient: torch.Tensor,
-        tempered: torch.Tensor,
-        targets: torch.Tensor,
-        slope: torch.Tensor,
-    ) -> None:
-        """Adds g (1[j = y] - q_j) / T to the gradient of logit j; g is ``slope``, q is at T."""
-        slope = (slope / self.temperature)[:, None]
-        gradient.sub_(tempered.exp_().mul_(slope))
-        gradient.scatter_add_(-1, targets[:, None], slope)

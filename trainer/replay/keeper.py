@@ -188,10 +188,8 @@ class Keeping:
         started = time.perf_counter()
         answers: Sequence[Kept] = ()
         if not self._ended:
-            quantities = quantities_of(metrics)
-            given = tuple(headers), quantities, lr_factor, skipped, unchanged
-            result = StepResult(step, self._part, *given)
-            answers = self._on_all_ranks(result)
+            given = tuple(headers), quantities_of(metrics), lr_factor, skipped, unchanged
+            answers = self._on_all_ranks(StepResult(step, self._part, *given))
         faults = {one.fault: one.ended for one in answers if one.fault}
         self._ended = self._ended or any(faults.values())
         self._lost += self._ended or bool(faults)

@@ -132,7 +132,8 @@ class Shards:
 
         CheckpointError if it is not stored exactly once, or not readable.
         """
-        where = _whole(self.shape(name)) if where is None else where
+        if where is None:
+            where = tuple(slice(0, size) for size in self.shape(name))
         try:
             return self._read(name, where)
         except (OSError, SafetensorError, *FORMAT_ERRORS) as error:
@@ -235,10 +236,6 @@ def _shard_files(folder: Path) -> list[Path]:
 
 
 _REMEDY = "remove this checkpoint: --resume takes the one before"
-
-
-def _whole(shape: tuple[int, ...]) -> Where:
-    return tuple(slice(0, size) for size in shape)
 
 
 def _overlap(one: Where, other: Where) -> Where:

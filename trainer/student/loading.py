@@ -61,8 +61,7 @@ def pin_rotary(model: Any, max_model_len: int | None) -> int | None:
     The model's own config does not change. StageError for a scaling that no engine computes, or
     that the engines compute in another way.
     """
-    settings = model.config.get_text_config()
-    positions = Positions.of(settings.to_dict(), max_model_len)
+    positions = Positions.of(model.config.get_text_config().to_dict(), max_model_len)
     if positions.fault:
         raise StageError(
             "trainer",
@@ -71,11 +70,12 @@ def pin_rotary(model: Any, max_model_len: int | None) -> int | None:
         )
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict) and any(map(_varies, kind.values())):
+        of_layers = kind.values() if isinstance(kind, dict) else ()
+        if any(one == "longrope" or "dynamic" in one for one in of_layers):
             raise StageError(
                 "trainer",
                 f"{type(model).__name__} has rotary frequencies by layer of kinds "
-                f"{sorted(set(kind.values()))}, of which some depend on the longest position",
+                f"{sorted(set(of_layers))}, of which some depend on the longest position",
                 "this architecture is not supported: choose another student.model",
             )
         if kind == "longrope":
@@ -83,10 +83,6 @@ def pin_rotary(model: Any, max_model_len: int | None) -> int | None:
         elif isinstance(kind, str) and "dynamic" in kind:
             _pin_dynamic(model, module)
     return positions.longest
-
-
-def _varies(kind: str) -> bool:
-    return kind == "longrope" or "dynamic" in kind
 
 
 def _pin_longrope(module: Any, positions: Positions) -> None:

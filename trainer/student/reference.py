@@ -95,8 +95,7 @@ def picture() -> tuple[Media, bytes]:
     made = BytesIO()
     Image.fromarray(pixels).save(made, "PNG")
     encoded = made.getvalue()
-    sha256 = hashlib.sha256(encoded).hexdigest()
-    return Media(sha256, len(encoded), WIDTH, HEIGHT), encoded
+    return Media(hashlib.sha256(encoded).hexdigest(), len(encoded), WIDTH, HEIGHT), encoded
 
 
 def _prompt_of(row: HeldRow, sight: Sight | None) -> Int32 | None:
@@ -182,7 +181,6 @@ def _logprobs(logits: torch.Tensor, packed: Row, rows: Sequence[HeldRow]) -> lis
     lengths = packed.starts.diff().tolist()
     for one, row in zip(torch.split(logits, lengths), rows, strict=True):
         targets = torch.from_numpy(row.ids[-row.compared :]).long().to(logits.device)[:, None]
-        predicting = one[-row.compared - 1 : -1].float()
-        logprobs = predicting.log_softmax(-1).gather(1, targets)[:, 0]
-        found.append(logprobs.cpu().numpy())
+        logprobs = one[-row.compared - 1 : -1].float().log_softmax(-1)
+        found.append(logprobs.gather(1, targets)[:, 0].cpu().numpy())
     return found

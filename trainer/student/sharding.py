@@ -76,8 +76,7 @@ def sharded_as(
 
     sharded: Any = tensor
     size = torch.Size(shape or tensor.shape)
-    stride = torch.empty(size, device="meta").stride()
-    meta = TensorMeta(size, stride, own.dtype)
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), own.dtype)
     spec = DTensorSpec(sharded.device_mesh, sharded.placements, meta)
     return DTensor(own, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
