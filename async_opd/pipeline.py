@@ -412,10 +412,7 @@ class Pipeline:
         self.run_state.guardrail.enforce(report.step, warnings)
 
     def _log(
-        self,
-        report: StepReport,
-        pools: Mapping[str, StageReport],
-        topics: Mapping[str, TopicStats],
+        self, report: StepReport, pools: Mapping[str, StageReport], topics: Mapping[str, TopicStats]
     ) -> list[str]:
         """Logs the row of a step, and its messages; returns the guardrail's warnings."""
         guardrail, before = self.run_state.guardrail, self.run_state.guardrail.state

@@ -33,11 +33,7 @@ class EvaluationWorker:
     """
 
     def __init__(
-        self,
-        slots: Slots,
-        sample: SampleTurn,
-        play: Play | None = None,
-        room: Slots | None = None,
+        self, slots: Slots, sample: SampleTurn, play: Play | None = None, room: Slots | None = None
     ) -> None:
         self._slots, self._room = slots, room or slots  # without episodes one and the same
         self._sample, self._play = sample, play

@@ -41,12 +41,7 @@ from trainer.replay.keeper import Keeper, Kept, Weights, platform_of, weights_of
 from trainer.replay.kept_step import StepResult
 from trainer.saving.shards import Shards, Stamp
 from trainer.saving.state import CapturedParts, RankFile, load_parts
-from trainer.student.adapters import (
-    adapter_parameters,
-    adapter_state,
-    halve_frozen,
-    plain_state,
-)
+from trainer.student.adapters import adapter_parameters, adapter_state, halve_frozen, plain_state
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import adapter_weights, named_weights, sent_state

@@ -127,10 +127,10 @@ class Guardrail:
 
 _REMEDIES = {
     "lower train.lr or the share of prompts without an end, raise rollout.max_tokens": {
-        *("truncated", "drift", "repetition"),
+        *("truncated", "drift", "repetition")
     },
     "take a finer rollout.engine.quantization or none, weigh tokens by loss.importance": {
-        *MISMATCH,
+        *MISMATCH
     },
 }
 """By what to change, the values that it is for."""

@@ -101,12 +101,7 @@ def refuse_changes(before: str | bytes, now: str) -> None:
         raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
     remedy = "restore it, or start another run; docs/reliability.md lists the keys that may change"
     problems = [
-        Problem(
-            "--resume",
-            key,
-            f"the run began with {was!r}, now it is {is_!r}",
-            remedy,
-        )
+        Problem("--resume", key, f"the run began with {was!r}, now it is {is_!r}", remedy)
         for key, was, is_ in changed_keys(known, new["config"])
     ]
     if not problems and data != new["data"]:

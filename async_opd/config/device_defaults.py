@@ -22,10 +22,7 @@ its own server and its offline class only. A GPU prefills, and scores, in steps 
 Recomputation = Literal["none", "selective", "full"]
 GRADIENT_CHECKPOINTING: dict[str, Recomputation] = {"cpu": "none", "cuda": "full"}
 """A 4B student keeps more than 46 GB of activations of 16,384 tokens otherwise."""
-ALLOCATOR = {
-    "cpu": {},
-    "cuda": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-}
+ALLOCATOR = {"cpu": {}, "cuda": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 """Environment of the trainer's ranks. Rows have another length in each step, and chunks of logits
 another number of rows: fixed segments would fragment. Engines do without it, since vLLM's sleep
 frees memory that it allocates in a separate pool, which such segments are incompatible with."""

@@ -116,10 +116,7 @@ class Evaluation:
         metrics["eval_teacher/seconds"] = max(
             part.metrics["eval_teacher/seconds"] for part in parts
         )
-        return EvaluationResult(
-            metrics,
-            tuple(answer for part in parts for answer in part.answers),
-        )
+        return EvaluationResult(metrics, tuple(answer for part in parts for answer in part.answers))
 
     async def _measure(
         self, prompts: Sequence[Prompt], answers: Answers, prefix: str

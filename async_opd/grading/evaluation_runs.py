@@ -121,11 +121,7 @@ class Bounded(Protocol):
     """See ``StallDetector.within``."""
 
     async def __call__(
-        self,
-        what: str,
-        work: Awaitable[Result],
-        least_s: float = 0.0,
-        endless: bool = False,
+        self, what: str, work: Awaitable[Result], least_s: float = 0.0, endless: bool = False
     ) -> Result:
         """The work's result. StageTimeout when no stage makes progress."""
         ...

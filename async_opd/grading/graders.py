@@ -134,9 +134,7 @@ def load_grader(name: str) -> Callable[[str, Row], Grade]:
             ) from error
         if not 0 <= value <= 1:
             raise GradeError(
-                "grader",
-                f"{label} returned {value} on row {row.uid}, expected 0 to 1",
-                RANGE,
+                "grader", f"{label} returned {value} on row {row.uid}, expected 0 to 1", RANGE
             )
         return value
 

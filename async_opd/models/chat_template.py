@@ -266,9 +266,7 @@ def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
         return now.strftime(format)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _Generation],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.globals |= {"raise_exception": _raise, DATED: strftime_now}
     environment.filters["tojson"] = _tojson

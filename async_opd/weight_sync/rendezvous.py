@@ -64,12 +64,7 @@ class RendezvousServer:
     """The sender's addresses, and the socket on which members reach them, opened at once."""
 
     def __init__(
-        self,
-        host: str,
-        secret: bytes,
-        members: int,
-        timeout_s: float,
-        ports: range | None = None,
+        self, host: str, secret: bytes, members: int, timeout_s: float, ports: range | None = None
     ) -> None:
         """Raises what ``listening_socket`` raises."""
         self.refused = 0

@@ -31,13 +31,7 @@ from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
 
 Result = TypeVar("Result")
 
-TIMINGS = (
-    "sync/pause_s",
-    "sync/transfer_s",
-    "sync/resume_s",
-    "sync/send_s",
-    "sync/collective_s",
-)
+TIMINGS = ("sync/pause_s", "sync/transfer_s", "sync/resume_s", "sync/send_s", "sync/collective_s")
 """Seconds of a sync, over all its groups: until all receivers have paused; from then until the last
 one has loaded the weights; from then until it generates again. Of the transfer, the sender's; and
 of these, those in NCCL or gloo, which include waiting for receivers."""

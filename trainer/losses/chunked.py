@@ -277,10 +277,7 @@ class _ChunkPass:
         return concat_metrics(reports)
 
     def _values(
-        self,
-        run: ObjectiveRun,
-        given: tuple[torch.Tensor, Tokens, torch.Tensor | None],
-        start: int,
+        self, run: ObjectiveRun, given: tuple[torch.Tensor, Tokens, torch.Tensor | None], start: int
     ) -> Metrics:
         """The objective's values of a tile, whose first row is ``start``; overwrites its logits."""
         if self.recorded is None:

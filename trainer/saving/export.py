@@ -181,9 +181,7 @@ def save_model(
 
 
 def _without_adapters(
-    model: Any,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    adapters: dict[str, torch.Tensor],
+    model: Any, weights: Iterable[tuple[str, torch.Tensor]], adapters: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that are written to the model's files; adapters are put aside."""
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()

@@ -43,10 +43,7 @@ def add_adapters(model: Any, lora: LoraConfig) -> None:
 
     names = _adapted_layers(model, lora)
     settings = PeftConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        use_rslora=lora.use_rslora,
-        target_modules=names,
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, target_modules=names
     )
     inject_adapter_in_model(settings, model)
     for layer in model.modules():

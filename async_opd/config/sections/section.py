@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MAX_NAME = 100
 CHECK_NAMES = "names are checked"

@@ -7,13 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    PlainSerializer,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PlainSerializer, WrapValidator, field_validator, model_validator
 
 from async_opd.config.precision import FakeQuantization
 from async_opd.config.registry import TRANSPORTS

@@ -24,13 +24,7 @@ from async_opd.core.sequence import Int32
 from async_opd.models.chat_template import THOUGHT
 from async_opd.models.special_tokens import MARK
 from async_opd.models.tokenizer import Text
-from async_opd.models.turns.calls import (
-    PROBE_CALL,
-    PROBE_TOOL,
-    CallForm,
-    Tools,
-    common_start,
-)
+from async_opd.models.turns.calls import PROBE_CALL, PROBE_TOOL, CallForm, Tools, common_start
 
 History = Literal["append", "template", "refuse"]
 """Where a template would change earlier tokens: they stay, are rendered again, or are refused."""
@@ -93,11 +87,7 @@ class Turns:
     rendered = opening
 
     def after(
-        self,
-        sampled: Int32,
-        new: Sequence[Message],
-        tools: Tools = (),
-        thoughts: bool = False,
+        self, sampled: Int32, new: Sequence[Message], tools: Tools = (), thoughts: bool = False
     ) -> Int32 | None:
         """Token ids to append after those of a sampled turn, which ``new`` messages follow.
 
