@@ -140,7 +140,7 @@ def layer_of_tower(
     """
     if still:
         return tower.merged * tokens * precision.compute * tower.projected
-    again = _layer(tower, precision) - _kept(tower, precision, recompute)
+    again = _tower_layer(tower, precision) - _kept(tower, precision, recompute)
     gradients = 2 * precision.residual * tower.hidden + 2 * precision.compute * tower.inner
     return tower.merged * tokens * (again + gradients)
 
@@ -148,7 +148,7 @@ def layer_of_tower(
 def _kept(tower: Tower, precision: Precision, recompute: Recomputation) -> int:
     """Of a patch in a layer; ``selective`` leaves its input, and results of products."""
     if recompute == "none":
-        return _layer(tower, precision)
+        return _tower_layer(tower, precision)
     entry = precision.residual * tower.hidden
     if recompute == "full":
         return entry
@@ -156,7 +156,7 @@ def _kept(tower: Tower, precision: Precision, recompute: Recomputation) -> int:
     return entry + precision.compute * ((3 + 1 + 1 + 1) * tower.hidden + inner)
 
 
-def _layer(tower: Tower, precision: Precision) -> int:
+def _tower_layer(tower: Tower, precision: Precision) -> int:
     """Of a patch: norms, inputs of products, q, k, v, rotated q and k, the result twice, MLP."""
     inputs = precision.compute * tower.hidden * (3 if precision.casts else 2)
     attention = precision.compute * (3 + 2 + 2) * tower.hidden

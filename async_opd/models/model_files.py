@@ -233,7 +233,7 @@ class ModelFiles:
         """The first quantization, at any depth, whose settings may name functions; '' if none."""
         places: dict[str, object] = {
             f"{file}: {'.'.join(keys)}": one
-            for file, content in self._configs.items()
+            for file, content in {CONFIG: self.config, **self.inner}.items()
             for key in QUANTIZED
             for keys, one in named_values(content, key)
         }
@@ -243,11 +243,6 @@ class ModelFiles:
             if (method := _quantization_method(settings)) not in QUANTIZATIONS:
                 return f"{place} of the quant_method {method[:LONGEST_KEY]!r}"
         return ""
-
-    @property
-    def _configs(self) -> dict[str, dict[str, Any]]:
-        """Every config.json of the directory and of the folders below it."""
-        return {CONFIG: self.config, **self.inner}
 
     @property
     def redirects(self) -> list[str]:

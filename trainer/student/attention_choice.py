@@ -225,13 +225,9 @@ def attention_needs(model: Any) -> AttentionNeeds:
             fault = f"{type(error).__name__}: {error}"
             continue
         needs = record.needs(bool(model._supports_flex_attn))
-        return replace(needs, other_layers=_other_layers(model))
+        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+        return replace(needs, other_layers=frozenset(kinds) - OF_ATTENTION)
     return AttentionNeeds(layers=0, lengths=False, head_dims=(0, 0), fault=fault)
-
-
-def _other_layers(model: Any) -> frozenset[str]:
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return frozenset(kinds) - OF_ATTENTION
 
 
 @dataclass

@@ -214,7 +214,7 @@ class Turns:
         begun = self._render(earlier, tools)
         alone = self._render([*earlier, last], tools, False)
         whole = self._render([*earlier, last, *new], tools)
-        mark = _mark(last)
+        mark = str(last.calls[-1].arguments["zqone"]) if last.calls else last.content
         turn_end = alone[_behind(alone, mark) :]
         at = _behind(whole, mark)
         call_end = self._call_end(turn_end) if names else ""
@@ -298,11 +298,6 @@ def _probe(names: Sequence[str], thought: bool, number: int) -> AssistantMessage
     )
     content = "" if names else f"zqanswer{number}z"
     return AssistantMessage(content, f"zqthought{number}" if thought else "", tuple(calls))
-
-
-def _mark(probe: AssistantMessage) -> str:
-    """The last text of a probe."""
-    return str(probe.calls[-1].arguments["zqone"]) if probe.calls else probe.content
 
 
 def _reply(role: str, name: str = PROBE_CALL.name, content: str = "zqreply") -> Message:
