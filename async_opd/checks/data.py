@@ -8,13 +8,12 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.room import Room, Tally
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import PromptSource
 from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.user_code import ENVIRONMENTS, SOURCES, UserCodeError, find_user_code
-from async_opd.core.errors import SourceError, in_words
+from async_opd.core.errors import Findings, SourceError, in_words
 from async_opd.core.row import Media, Row
 from async_opd.data.mixture import passes
 from async_opd.data.prompts import added

@@ -14,8 +14,8 @@ from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.models.families import PROCESSORS, TAKEN, refused, renamed_tower, without_processor
 
 if TYPE_CHECKING:
-    from async_opd.checks.findings import Findings
     from async_opd.config.run_config import RunConfig
+    from async_opd.core.errors import Findings
     from async_opd.models.engine_args import Device
     from async_opd.models.model_files import ModelFiles
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from async_opd.checks.findings import Findings
 from async_opd.config.precision import SCHEMES
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import looks_like_a_variable
@@ -15,6 +14,7 @@ from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.loss import ScoreKind, cuts, score_kind, scored_top_k
 from async_opd.config.sections.section import Rendering
 from async_opd.config.sections.teachers import EndpointTeacher, EngineTeacher, SelfTeacher, Teacher
+from async_opd.core.errors import Findings
 from async_opd.models.chat_template import RESERVED, ChatTemplate
 from async_opd.models.hub import named_models
 from async_opd.models.lm_head import HeadFiles, LogitShape

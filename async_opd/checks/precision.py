@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.models import ModelChecks
 from async_opd.config.precision import CACHES_ON_CPU, SCHEMES, Quantization
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.loss import cuts
+from async_opd.core.errors import Findings
 from async_opd.models.engine_args import Device, lowest_capability
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.model_size import ModelSize

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_opd.checks.data import DataChecks, Rows, checked
-from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
 from async_opd.checks.image_families import check_families
 from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
@@ -42,7 +41,7 @@ from async_opd.config.user_code import (
     user_transport,
 )
 from async_opd.config.user_code import TRANSPORTS as TRANSPORT
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import ConfigError, Findings, Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
 from async_opd.files.remote import RemoteFile

@@ -10,11 +10,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from async_opd.checks.data import DataChecks, Rows, checked
-from async_opd.checks.findings import Findings
 from async_opd.checks.room import Room, Tally
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.train import ENGINE_RANKS, LoraConfig
-from async_opd.core.errors import in_words
+from async_opd.core.errors import Findings, in_words
 from async_opd.models.adapted import linear_layers, mixture
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import OF_ATTENTION, ModelError, ModelFiles

@@ -18,7 +18,6 @@ from typing import Any
 
 from async_opd.checkpoint.resume import changed_keys
 from async_opd.checkpoint.store import MANIFEST, in_its_run, load
-from async_opd.checks.findings import Findings
 from async_opd.checks.models import ModelChecks
 from async_opd.config.load import load_config
 from async_opd.config.overrides import TRUST
@@ -26,7 +25,7 @@ from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
 from async_opd.config.sections.loss import score_kind
-from async_opd.core.errors import CheckpointError, ConfigError, Problem
+from async_opd.core.errors import CheckpointError, ConfigError, Findings, Problem
 from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import ForeignPath, Place, foreign
 from async_opd.files.run_format import refuse_other_formats

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.image_families import check_families
-from async_opd.core.errors import Problem
+from async_opd.core.errors import Findings, Problem
 from async_opd.models.engine_args import Device
 from async_opd.models.families import NOT_ON_CPU
 from async_opd.models.model_files import ModelFiles

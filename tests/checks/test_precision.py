@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.precision import check_precision
 from async_opd.checks.preflight import preflight
 from async_opd.config.precision import SCHEMES
-from async_opd.core.errors import Problem
+from async_opd.core.errors import Findings, Problem
 from async_opd.models.engine_args import Device
 from tests.checks.inputs import config, found, model, one
 

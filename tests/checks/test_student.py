@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from async_opd.checks import student
-from async_opd.checks.findings import Findings
 from async_opd.config.load import load_config
 from async_opd.config.sections.train import ENGINE_RANKS, LoraConfig
-from async_opd.core.errors import ConfigError
+from async_opd.core.errors import ConfigError, Findings
 from async_opd.models.adapted import linear_layers, trained_entries
 from async_opd.models.model_files import ModelFiles
 from tests.checks.inputs import MODELS, config, found, model, one

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.student import check_vlm_student
 from async_opd.config.sections.log import LogConfig
 from async_opd.config.sections.train import TrainConfig
+from async_opd.core.errors import Findings
 
 
 def keys(vision: bool, replay: bool = False, **train: Any) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.student import check_routing
+from async_opd.core.errors import Findings
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelFiles
 from async_opd.queue.sizes import payloads, routing_bytes, traffic

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.student import check_shared_rows
+from async_opd.core.errors import Findings
 from async_opd.models.model_files import ModelFiles
 from tests.checks.inputs import config, found, model
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.checks.findings import Findings
 from async_opd.checks.models import check_turns
+from async_opd.core.errors import Findings
 from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.models.tokenizer import Text
 from tests.checks.inputs import config, found, model

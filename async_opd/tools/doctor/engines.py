@@ -20,12 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from async_opd.accounting.images import kept
 from async_opd.checks.models import quantization, unproved
-from async_opd.config.lone_teacher import (
-    ITSELF,
-    with_itself_as_teacher,
-    with_one_teacher,
-    with_whole_teacher,
-)
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, K1Config
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
@@ -46,7 +40,14 @@ from async_opd.tools.doctor.agreement import Agreement
 from async_opd.tools.doctor.bias import PrecisionBias, unknown_bias
 from async_opd.tools.doctor.finding import Finding, Status
 from async_opd.tools.doctor.prompts import sampled
-from async_opd.tools.engines import Notify, ToolEngines
+from async_opd.tools.engines import (
+    ITSELF,
+    Notify,
+    ToolEngines,
+    with_itself_as_teacher,
+    with_one_teacher,
+    with_whole_teacher,
+)
 from async_opd.waiting.deadline import Deadline, endless, gather_or_cancel, race
 from async_opd.weight_sync.layout import Kind, by_kind
 

@@ -25,12 +25,6 @@ import numpy as np
 
 from async_opd.checks.endpoint_probes import endpoint_probes
 from async_opd.checks.preflight import Inputs
-from async_opd.config.lone_teacher import (
-    ITSELF,
-    with_itself_as_teacher,
-    with_one_teacher,
-    with_whole_teacher,
-)
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
@@ -54,7 +48,14 @@ from async_opd.prepare import check_inputs
 from async_opd.tools.doctor.bias import unknown_bias
 from async_opd.tools.doctor.prompts import sampled
 from async_opd.tools.doctor.templates import has_unused_template
-from async_opd.tools.engines import Notify, ToolEngines
+from async_opd.tools.engines import (
+    ITSELF,
+    Notify,
+    ToolEngines,
+    with_itself_as_teacher,
+    with_one_teacher,
+    with_whole_teacher,
+)
 from async_opd.tools.evaluate import evaluation_config
 from async_opd.tools.probe.figures import Measured
 from async_opd.tools.probe.measuring import (

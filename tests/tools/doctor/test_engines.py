@@ -14,7 +14,6 @@ import pytest
 
 from async_opd.cli import main
 from async_opd.cluster import launch
-from async_opd.config.lone_teacher import ITSELF
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import EngineStartError
@@ -27,7 +26,7 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.tokenizer import Text
 from async_opd.tools.doctor.engines import examine_engines
 from async_opd.tools.doctor.finding import Finding
-from async_opd.tools.engines import ToolEngines
+from async_opd.tools.engines import ITSELF, ToolEngines
 from async_opd.weight_sync.layout import HeldRow, Reference, WeightMeta
 from tests.checks.inputs import EXAMPLE, FEW, config, model
 from tests.world.cli import Cli

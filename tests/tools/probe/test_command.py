@@ -16,7 +16,6 @@ import pytest
 from async_opd.cli import main
 from async_opd.cluster import launch
 from async_opd.config.load import load_config
-from async_opd.config.lone_teacher import ITSELF
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import VllmTeacher
 from async_opd.core.batch import Batch, unpack
@@ -27,6 +26,7 @@ from async_opd.core.scores import TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.models.tokenizer import Text
+from async_opd.tools.engines import ITSELF
 from async_opd.tools.probe import engines
 from tests.checks.inputs import EXAMPLE, FEW, model
 from tests.tools.doctor.test_templates import PLAIN, with_template

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from async_opd.config.load import load_config
-from async_opd.config.lone_teacher import (
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.teachers import VllmTeacher
+from async_opd.tools.engines import (
     ITSELF,
     with_itself_as_teacher,
     with_one_teacher,
     with_whole_teacher,
 )
-from async_opd.config.run_config import RunConfig
-from async_opd.config.sections.teachers import VllmTeacher
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vision.yaml"
 READS = "reads: {model: /no, sources: [sort], engine: {max_model_len: 64}%s}"
