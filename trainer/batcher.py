@@ -6,7 +6,7 @@
 
 Consumes leases of scored samples, produces batches, waits for scored samples. The samples of the
 next batch are fetched and decoded while the step before is computed. With several ranks the leases
-are of headers, and each rank fetches its samples (``batches/hand_out.py``). A duplicate of a sample
+are of headers, and each rank fetches its samples (``batches/shares.py``). A duplicate of a sample
 (its lease expired, or the group of a dead replica was resampled) is dropped and counted.
 """
 
