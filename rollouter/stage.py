@@ -33,7 +33,7 @@ from async_opd.core.reports import Events, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
-from async_opd.observability.pool_report import merge_reports
+from async_opd.observability.metering import merge_reports
 from async_opd.processes.events import Event, EventLog
 from async_opd.processes.members import Member, MemberSet, Places, Policy, Probe
 from async_opd.queue.sizes import EpisodeBounds, calls

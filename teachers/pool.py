@@ -21,7 +21,7 @@ from async_opd.core.reports import StageReport
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import prompt_uid
-from async_opd.observability.pool_report import merge_reports
+from async_opd.observability.metering import merge_reports
 from async_opd.processes.events import one_line
 from async_opd.queue.sizes import EpisodeBounds, calls
 from async_opd.waiting.deadline import gather_or_cancel

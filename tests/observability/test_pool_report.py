@@ -6,7 +6,7 @@ import pytest
 
 from async_opd.core.reports import StageReport
 from async_opd.files.lines import MetricsRow
-from async_opd.observability.pool_report import between_reports, merge_reports
+from async_opd.observability.metering import between_reports, merge_reports
 
 
 def test_a_pool_has_the_version_of_its_oldest_replica_and_waits_only_if_all_do() -> None:

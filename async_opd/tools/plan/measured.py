@@ -24,7 +24,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.foreign import HELD_BYTES, ForeignPath, Place, foreign
 from async_opd.files.lines import MetricsRow, metrics_rows, number_of
 from async_opd.files.run_format import refuse_no_run
-from async_opd.observability.pool_report import POOLS_S, between_reports
+from async_opd.observability.metering import POOLS_S, between_reports
 from async_opd.tools.plan.inputs import setting_of, slots_of
 from async_opd.tools.plan.setting import Lengths, Setting, mean_length, phi, warmup_versions
 from async_opd.tools.plan.sim.simulation import shortened, simulate

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from async_opd.config.sections.elastic import Pooled
 from async_opd.files.lines import MetricsRow
-from async_opd.observability.pool_report import POOLS_S, between_reports
+from async_opd.observability.metering import POOLS_S, between_reports
 from async_opd.tools.plan.inputs import slots_of
 from async_opd.tools.plan.setting import warmup_versions
 from async_opd.tools.report.recorded_run import STEP_S, RecordedRun

@@ -16,8 +16,8 @@ from typing import Any
 
 from async_opd.core.uid import TRACED
 from async_opd.files.lines import MetricsRow
+from async_opd.observability.metering import POOLS_S
 from async_opd.observability.metric_catalogue import Axis, Part, Plot, expression, plots
-from async_opd.observability.pool_report import POOLS_S
 from async_opd.observability.terminal import duration
 from async_opd.tools.report.charts import Chart, Line, Span, bars, lines, shares_over_time, timeline
 from async_opd.tools.report.pool_times import (
