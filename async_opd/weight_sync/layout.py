@@ -143,7 +143,7 @@ class Reference:
 
     def refuse_not_finite(self) -> None:
         """WeightSyncError unless all numbers are finite."""
-        if not all(np.isfinite(one).all() for one in (*self.noise.values(), *self.logprobs)):
+        if not np.isfinite(np.hstack([[*self.noise.values()], *self.logprobs])).all():
             cause = "the trainer's own log-probabilities of held rows are not finite"
             raise WeightSyncError("weight sync", cause, "its weights are broken: resume the run")
 
