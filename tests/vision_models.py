@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from async_opd.tools.qualify.measurements import gemma
+from async_opd.tools.qualify.measurements.vision import gemma
 
 SPECIAL = (
     *("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"),

@@ -41,7 +41,6 @@ from async_opd.models.engine_args import Device, engine_env, fitted, smallest_gp
 from async_opd.models.processor import ImageProcessor
 from async_opd.processes.own_settings import give_back_large_blocks
 from async_opd.tools.first_steps.command import CONFIG, packaged
-from async_opd.tools.qualify.measurements import gemma
 from async_opd.tools.qualify.measurements.measuring import (
     GIB,
     Figures,
@@ -50,6 +49,7 @@ from async_opd.tools.qualify.measurements.measuring import (
     without_trainers_allocator,
 )
 from async_opd.tools.qualify.measurements.students import samples
+from async_opd.tools.qualify.measurements.vision import gemma
 
 OF_4B: tuple[dict[str, Any], dict[str, Any], int] = (
     {

@@ -1,0 +1,1 @@
+"""The measurements of vision models: ``images`` trains one, ``engines`` has ``gemma`` score."""
