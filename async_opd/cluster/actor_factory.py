@@ -301,6 +301,18 @@ class ActorFactory:
         self.stages.append(scorer.remote)
         return scorer
 
+    async def displaced(self) -> Displaced | None:
+        """The error of the first process that lost its machine, if one did."""
+        found = await gather_or_cancel(*(remote.displaced() for remote in self.started))
+        return next(filter(None, found), None)
+
+    async def end(self) -> None:
+        """Closes it, and forgets what it started: all can be started again."""
+        await self.close()
+        for known in (self.started, self.stages, self.engines, self.colocated):
+            known.clear()
+        self.barriers = Barriers()
+
     async def close(self) -> None:
         """Stops stages that would rebuild engines, shuts engines down, then kills every process."""
         for remotes in (self.stages, self.engines):

@@ -80,12 +80,14 @@ class GpuBundles:
     async def strategy(self, pool: str, index: int) -> Any:
         """Where Ray is to start a process of this pool, or a guest of it; None for any place.
 
-        Waits, without a bound, while the cluster has no room for it.
+        Displaced while the cluster has no room for it.
         """
         for unit in self.units:
             for number, bundle in enumerate(unit.bundles):
                 if (bundle.pool, bundle.index) == (pool, index):
-                    group = await self.one_placed(unit)
+                    group, state, _ = await asyncio.to_thread(self._group, unit)
+                    if group is None or state != PLACED:
+                        raise _gone(actor_names.in_pool(pool, index).name)
                     return PlacementGroupSchedulingStrategy(group, number)
         return None
 
@@ -99,19 +101,18 @@ class GpuBundles:
         units = (unit for unit in self.units for one in unit.bundles if of == (one.pool, one.index))
         if (unit := next(units, None)) is None:
             return await start
-        gone = Displaced(name, "its place in the cluster is lost", "join machines with GPUs")
 
         async def lost() -> NoReturn:
             while await self._has_place(unit):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
-            raise gone
+            raise _gone(name)
 
         try:
             return await race(start, lost())
         except StageError as error:
             if isinstance(error, Displaced) or await self._has_place(unit):
                 raise
-            raise gone from error
+            raise _gone(name) from error
 
     async def _has_place(self, unit: Unit) -> bool:
         """Whether the unit is on a node; True while the head does not answer."""
@@ -124,20 +125,6 @@ class GpuBundles:
     def needed(self) -> tuple[Unit, ...]:
         """The units without which the run does not start: of a pool that can grow the first."""
         return tuple(unit for unit in self.units if unit.bundles[0].index < unit.least)
-
-    async def unless_lost(
-        self, of: tuple[str, int], start: Coroutine[Any, Any, Started]
-    ) -> Started | None:
-        """The started process of a pool and index.
-
-        None for one beyond what is needed that has no place, or loses it meanwhile.
-        """
-        beyond = (unit for unit in self.units if unit not in self.needed)
-        if of not in ((unit.pool, unit.bundles[0].index) for unit in beyond):
-            return await start
-        with suppress(Displaced):
-            return await self.while_placed(of[0], of, start)
-        return None
 
     def places(self, config: RunConfig, pool: str) -> PoolPlaces | None:
         """The places of a pool's processes, of guests with their hosts; None in a local run."""
@@ -237,6 +224,10 @@ class PoolPlaces:
             for index, unit in self.units.items()
             if (node := asked.get(unit)) in words
         }
+
+
+def _gone(name: str) -> Displaced:
+    return Displaced(name, "its place in the cluster is lost", "join machines with GPUs")
 
 
 def names(unit: Unit) -> str:

@@ -20,11 +20,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from async_opd.accounting.images import kept
 from async_opd.checkpoint.checkpointer import state_s
@@ -50,19 +51,21 @@ from async_opd.cluster.supervision import SingletonActors
 from async_opd.cluster.watching import ClusterWatch, Placement, any_node
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
-from async_opd.core.errors import HeadLost, StageError, first_cause
+from async_opd.core.errors import Displaced, HeadLost, StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, WeightSync
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
 from async_opd.processes.reaper import ProcessReaper
 from async_opd.queue.sizes import EpisodeBounds, stored_from
-from async_opd.waiting.deadline import gather_or_cancel, race
+from async_opd.waiting.deadline import Deadline, gather_or_cancel, race
 from async_opd.waiting.waits import Waits
 from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
 from rollouter.stage import RollouterStage, RolloutReplica
 from teachers.endpoint.replica import EndpointReplica
 from teachers.replica_slots import TeacherWeights
+
+Engine = TypeVar("Engine")
 
 STAGES = "all stages of the run to start"
 """It lasts as long as many waits, each of which may be short."""
@@ -167,7 +170,7 @@ async def launch(
         compare = actor_factory.nodes.compare if actor_factory.nodes else any_node
         watch = ClusterWatch(notify, Placement(*reserved, compare))
         with actor_factory.waits.on(STAGES, config.timeouts.engine_start_s, " a process"):
-            stages = await race(watch.run(), _build(actor_factory, watch))
+            stages = await race(watch.run(), _started(actor_factory, watch))
         if reaper is not None:
             reaper.track_descendants()
         gc.collect()  # garbage that is frozen is never freed
@@ -344,12 +347,47 @@ async def _built_last(actor_factory: ActorFactory, queue: QueueActor) -> tuple[R
     return scorer, await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
 
 
+async def _started(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedStages:
+    """All stages. Machines that are lost before all are there make the start begin again.
+
+    At most ``supervision.max_restarts`` times; it waits for its GPUs as the first start does.
+    """
+    config, bundles = actor_factory.config, actor_factory.bundles
+    bound_s = config.timeouts.engine_start_s + config.cluster.wait_s
+    for _ in range(config.supervision.max_restarts):
+        try:
+            return await _build(actor_factory, watch)
+        except StageError as error:
+            lost = error if isinstance(error, Displaced) else await actor_factory.displaced()
+            if lost is None:
+                raise
+            actor_factory.notify(f"cluster: the start begins again: {lost}")
+        await actor_factory.end()
+        what = "waiting for other places for its processes"
+        remedy = "join machines, or raise cluster.wait_s if they come later"
+        await Deadline("cluster").within(bound_s, what, bundles.placed(), remedy)
+    return await _build(actor_factory, watch)
+
+
+async def _unless_displaced(
+    actor_factory: ActorFactory, pool: str, start: Coroutine[Any, Any, Engine]
+) -> Engine | None:
+    """The engine; None if its machine is lost meanwhile: its pool starts it elsewhere.
+
+    One that shares GPUs raises Displaced, since others wait for it.
+    """
+    places = actor_factory.bundles.places(actor_factory.config, pool)
+    with nullcontext() if places is None or places.shared else suppress(Displaced):
+        return await start
+    return None
+
+
 async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedStages:
     config = actor_factory.config
     actor_factory.stored_from = await asyncio.to_thread(stored_from, config, actor_factory.device)
     queue_actor = await actor_factory.queue()
     queue = QueueProxy(queue_actor.remote)
-    unless_lost = actor_factory.bundles.unless_lost
+    unless_displaced = partial(_unless_displaced, actor_factory)
     try:
         async with asyncio.TaskGroup() as group:
             last = group.create_task(_built_last(actor_factory, queue_actor))
@@ -357,14 +395,16 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
             hosted = 0 if config.rollout.host is None else most
             student_tasks = [
                 group.create_task(
-                    unless_lost(actor_factory.pool_of(index), actor_factory.student(index, queue))
+                    unless_displaced(
+                        actor_factory.pool_of(index)[0], actor_factory.student(index, queue)
+                    )
                 )
                 for index in range(hosted, most + config.eval.max_replicas)
             ]
             teacher_tasks = {
                 name: [
                     group.create_task(
-                        unless_lost((f"teachers.{name}", at), actor_factory.teacher(name, at))
+                        unless_displaced(f"teachers.{name}", actor_factory.teacher(name, at))
                     )
                     for at in range(teacher.max_replicas)
                 ]

@@ -190,13 +190,14 @@ class Remote:
     async def placed(self) -> None:
         """Returns when its reserved GPUs are on a node, or were given to another process.
 
-        It has no bound: a cluster without enough GPUs is not a failure of the process.
+        It has no bound: a cluster without enough GPUs is not a failure of the process. One that Ray
+        does not restart waits for nothing: it had its GPUs when it was created.
         """
         self.node = self.process = ""
         while self.group is not None:
             with suppress(StageError):  # the head does not answer
                 state, self.node = await self._state(self.group)
-                if state in (PLACED, REMOVED):
+                if state in (PLACED, REMOVED) or not self._restarts:
                     return
             await Deadline(self.name).pause(POLL_S)
 

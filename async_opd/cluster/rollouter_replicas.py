@@ -86,7 +86,13 @@ class RollouterActor(SingletonActor):
         with waits.on("the sync group of the replicas", bound):
             connecting = rollouter.proxy.connect()
             what = "connecting the sync group"
-            await Deadline(remote.name).within(bound, what, connecting, remedy)
+            try:
+                await Deadline(remote.name).within(bound, what, connecting, remedy)
+            except StageError:
+                found = await gather_or_cancel(*(one.displaced() for one in rollouter.engines))
+                if not (lost := [str(one) for one in found if one is not None]):
+                    raise
+                actor_factory.notify(f"the first weight sync connects the others: {lost[0]}")
         return rollouter
 
     @property
@@ -225,4 +231,12 @@ class RollouterActor(SingletonActor):
 
 
 async def _ready(student: StudentProxy | None) -> StartedReplica | None:
-    return None if student is None else StartedReplica(student, await student.ready())
+    """None for one whose machine is lost: the stage orders another one."""
+    if student is None:
+        return None
+    try:
+        return StartedReplica(student, await student.ready())
+    except StageError:
+        if await student.displaced() is None:
+            raise
+        return None

@@ -30,27 +30,24 @@ class Bundles(GpuBundles):
         return {unit: "b" if unit in self.there else None for unit in of or ()}
 
 
-async def starts() -> str:
-    await asyncio.sleep(0)
-    return "engine"
-
-
 async def never() -> str:
     await asyncio.Event().wait()
     return "engine"
 
 
-async def loses() -> str:
-    raise Displaced("student", "b is lost")
+@pytest.mark.parametrize("state", [None, "RESCHEDULING"])
+async def test_a_process_whose_place_is_lost_before_it_is_created_does_not_wait_for_another(
+    state: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(name: str) -> str:
+        if state is None:
+            raise ValueError("there is none of this name")
+        return name
 
-
-async def test_a_start_whose_machine_is_lost_is_an_error_only_of_a_replica_that_is_needed() -> None:
-    bundles = Bundles()
-    assert await bundles.unless_lost(("rollout", 0), starts()) == "engine"
-    assert await bundles.unless_lost(("rollout", 1), starts()) == "engine"
-    assert await bundles.unless_lost(("rollout", 1), loses()) is None
-    with pytest.raises(Displaced):
-        await bundles.unless_lost(("rollout", 0), loses())
+    monkeypatch.setattr(gpu_bundles, "get_placement_group", group)
+    monkeypatch.setattr(gpu_bundles, "group_state", lambda group: (state, ""))
+    with pytest.raises(Displaced, match="student/1: its place in the cluster is lost"):
+        await asyncio.wait_for(Bundles().strategy("rollout", 1), 5)
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -60,7 +57,8 @@ async def test_a_start_does_not_wait_for_a_place_that_is_lost(
     monkeypatch.setattr(gpu_bundles, "POLL_S", 0.001)
     bundles = Bundles()
     asyncio.get_running_loop().call_later(0.01 * later, bundles.there.clear)
-    assert await asyncio.wait_for(bundles.unless_lost(("rollout", 1), never()), 5) is None
+    with pytest.raises(Displaced):
+        await asyncio.wait_for(bundles.while_placed("student/1", ("rollout", 1), never()), 5)
 
 
 GUEST = {"model": "t", "placement": "colocated", "with": "rollout"}

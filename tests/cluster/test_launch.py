@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.gpu_plan import Bundle, Unit
+from async_opd.checks.gpu_plan import Bundle, Unit, units
+from async_opd.checks.resources import pools
 from async_opd.cluster.actor_factory import ActorFactory, Factories, _RebuildTeacher
 from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.gpu_bundles import GpuBundles
-from async_opd.cluster.launch import _build
+from async_opd.cluster.launch import _build, _started
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.cluster.remote import Remote
 from async_opd.cluster.watching import ClusterWatch
@@ -28,7 +29,7 @@ from teachers.replica_slots import ReplicaSlots
 from tests.world.clock import settle
 from tests.world.config import run_config
 from tests.world.places import FakePlaces
-from tests.world.processes import FakeHandle
+from tests.world.processes import FakeHandle, FakeProcess
 
 GUEST = {"model": "t", "placement": "colocated", "with": "rollout"}
 
@@ -373,3 +374,102 @@ async def test_an_error_of_a_guests_start_is_not_its_own_if_its_place_is_lost(
     with pytest.raises(StageError) as error:
         await actor_factory.teacher("t", 0)
     assert isinstance(error.value, Displaced) == (not there)
+
+
+DISPLACED = Displaced("student/0", "gpu-b is lost")
+
+
+class Starting:
+    """A start whose parts fail with these errors, one a try; a process of it may lose its machine.
+
+    ``lost`` is the error of that process, as Ray's head gives it.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *errors: StageError, lost: Displaced | None = None
+    ) -> None:
+        self.errors, self.tries = list(errors), 0
+        self.lines: list[str] = []
+        self.ended: list[int] = []
+        given = config(5, supervision={"max_restarts": 2})
+        self.factory = ActorFactory(given, "cuda", (), Factories(), self.lines.append)
+        self.lost = lost
+        monkeypatch.setattr(self.factory, "queue", self.queue)
+
+    async def queue(self) -> Any:
+        number = self.tries
+        self.tries += 1
+        process: Any = FakeProcess(f"queue/{number}")
+        process.displacement = self.lost
+        process.kill = lambda: self.ended.append(number)
+        self.factory.started.append(process)
+        raise self.errors.pop(0) if self.errors else ProcessMadeError
+
+    async def ends(self) -> None:
+        await asyncio.wait_for(_started(self.factory, ClusterWatch(print)), 5)
+
+
+@pytest.mark.parametrize("lost", [None, DISPLACED], ids=["its own error", "that of another part"])
+async def test_a_start_in_which_a_machine_is_lost_begins_again_with_no_process_of_the_first(
+    lost: Displaced | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = DISPLACED if lost is None else StageError("rollouter", "its process died")
+    made = Starting(monkeypatch, error, lost=lost)
+    with pytest.raises(ProcessMadeError):
+        await made.ends()
+    assert (made.tries, made.ended, len(made.factory.started)) == (2, [0], 1)
+    assert made.lines == ["cluster: the start begins again: student/0: gpu-b is lost"]
+
+
+async def test_a_start_begins_again_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Starting(monkeypatch, *[DISPLACED] * 5)
+    with pytest.raises(Displaced):
+        await made.ends()
+    assert made.tries == 3
+
+
+async def test_a_start_that_fails_on_machines_that_live_does_not_begin_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Starting(monkeypatch, EngineStartError("student/0", "no such model"))
+    with pytest.raises(EngineStartError, match="no such model"):
+        await made.ends()
+    assert (made.tries, made.lines) == (1, [])
+
+
+@dataclass(frozen=True)
+class Reserved(GpuBundles):
+    """All units of a config, on GPUs that nothing asks for."""
+
+    async def strategy(self, pool: str, index: int) -> None:
+        """Any place."""
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["dedicated", "shared"])
+async def test_an_engine_whose_machine_is_lost_is_started_later_unless_others_wait_for_it(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = config(5, rollout={"replicas": 2}, teachers={"t": GUEST if shares else {"model": "t"}})
+    bundles = Reserved("run", tuple(units(pools(given))))
+    made = ActorFactory(given, "cuda", (), Factories(), print, bundles=bundles)
+    seen: list[Any] = []
+
+    async def actor(*args: Any, **named: Any) -> Any:
+        return SimpleNamespace(remote=None)
+
+    async def student(index: int, queue: Any) -> str:
+        if index:
+            raise DISPLACED
+        return "student/0"
+
+    async def start(*given: Any) -> Any:
+        seen.extend(given[2])
+        raise ProcessMadeError
+
+    monkeypatch.setattr(made, "student", student)
+    for name in ("queue", "build", "create", "trainer", "teacher", "scorer"):
+        monkeypatch.setattr(made, name, actor)
+    monkeypatch.setattr("async_opd.cluster.launch.RollouterActor.start", start)
+    with pytest.raises(Displaced if shares else ProcessMadeError):
+        await _build(made, ClusterWatch(print))
+    assert seen == ([] if shares else ["student/0", None])

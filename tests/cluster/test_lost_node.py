@@ -17,8 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_opd.checks.resources import gpus_of_cluster
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.gpu_bundles import gpu_nodes, names, reserve
+from async_opd.cluster.launch import _started
 from async_opd.cluster.remote import Remote
-from async_opd.cluster.watching import Placement
+from async_opd.cluster.rollouter_replicas import RollouterActor
+from async_opd.cluster.watching import ClusterWatch, Placement
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
     ConfigError,
@@ -27,7 +29,10 @@ from async_opd.core.errors import (
     ProcessDied,
     StageError,
 )
+from async_opd.waiting.deadline import race
 from async_opd.waiting.waits import Waits
+from tests.cluster.simulated import FACTORIES as SIMULATED
+from tests.cluster.simulated import config as simulated_config
 from tests.world.config import run_config
 from tests.world.ray_cluster import ray_cluster
 
@@ -222,3 +227,49 @@ async def test_gpus_left_after_a_loss_go_to_the_trainer_and_the_only_teacher(clu
             await asyncio.sleep(0.5)
     placement.close()
     assert any(line.startswith("cluster: GPUs are missing for") for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pool", ["train", "rollout"])
+async def test_a_machine_that_is_lost_when_all_is_started_is_replaced_before_the_run_or_in_it(
+    cluster: Any, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the trainer's nothing can be done: the start begins again. A student comes later."""
+    gpus = GPUS | {"resources": {"reliable": 1}}
+    train, *_ = [cluster.add_node(**node) for node in (gpus, GPUS)]
+    spare = cluster.add_node(**(gpus if pool == "train" else GPUS))
+    marks = {"address": "auto", "device": "cuda", "resources": {"train": ["reliable"]}}
+    one = {"replicas": 1, "engine": {"max_num_seqs": 16}}
+    given = simulated_config(
+        tmp_path,
+        rollout=one | {"n": 1, "max_tokens": 64},
+        teachers={"t": one | {"model": "simulated"}},
+        cluster=marks,
+        sync={"backend": "gloo"},
+        timeouts={"engine_start_s": BOUND_S},
+    )
+    monkeypatch.setattr("async_opd.cluster.actor_factory.beside", lambda config, pool: 0)
+    monkeypatch.setattr("async_opd.cluster.launch.stored_from", lambda *given: None)
+    start, lines = RollouterActor.start, list[str]()
+    bundles = await reserve(given, print)
+    made = ActorFactory(given, "cuda", (), SIMULATED, lines.append, bundles)
+
+    async def loses(*stages: Any) -> RollouterActor:
+        monkeypatch.setattr(RollouterActor, "start", start)
+        lost = bundles.asked()[next(unit for unit in bundles.units if unit.pool == pool)]
+        (node,) = [one for one in cluster.list_all_nodes() if one.node_id == lost]
+        cluster.remove_node(node, allow_graceful=False)
+        return await start(*stages)
+
+    monkeypatch.setattr(RollouterActor, "start", loses)
+    waits = Waits(lines.append)
+    placement = Placement(bundles, (), lines.append, waits, gpu_nodes, names)
+    watch = ClusterWatch(lines.append, placement)
+    try:
+        stages = await asyncio.wait_for(race(watch.run(), _started(made, watch)), 3 * BOUND_S)
+        again = [line for line in lines if "the start begins again" in line]
+        assert (len(again), stages.singletons.trainer.remote.node) == (
+            (1, spare.node_id) if pool == "train" else (0, train.node_id)
+        )
+    finally:
+        await made.close()

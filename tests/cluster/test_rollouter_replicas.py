@@ -18,11 +18,13 @@ from async_opd.cluster.launch import LaunchedStages
 from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.core.errors import (
+    Displaced,
     EngineStartError,
     ProcessDied,
     ProcessRestarts,
     StageError,
     StageTimeout,
+    WeightSyncError,
 )
 from async_opd.core.reports import SyncReport
 from async_opd.waiting.waits import Waits
@@ -266,30 +268,70 @@ async def test_no_replica_is_supervised_while_it_writes(world: World, dead: bool
 
 
 class Starting(Actor):
-    """The rollouter's process at the launch; it restarts in ``connect``, and nobody rebuilds it."""
+    """The rollouter's process at the launch; nobody rebuilds one that restarts in ``connect``.
 
-    def __init__(self, answer: BaseException | None) -> None:
+    ``answer`` is that of this call; none ever comes if it is None.
+    """
+
+    def __init__(self, answer: BaseException | str | None) -> None:
         super().__init__()
         self.answer = answer
         self.stages: list[Any] = []
+        self.notify = self.asked.append
         self.waits = Waits(self.asked.append)
         timeouts = self.config.timeouts.model_copy(update={"engine_start_s": 0.05})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
     async def call(self, method: str, timeout_s: float, retry: bool = False) -> None:
         assert (method, timeout_s) == ("connect", math.inf)
-        if self.answer is not None and not retry:  # Remote would repeat it
+        if isinstance(self.answer, BaseException) and not retry:  # Remote would repeat it
             raise self.answer
-        await asyncio.Event().wait()
+        if self.answer is None:
+            await asyncio.Event().wait()
+
+
+class Engine(FakeReplica):
+    """One that is ready, and whose machine is lost if it is ``displaced``."""
+
+    def __init__(self, name: str, lost: bool = False, ready: bool = True) -> None:
+        super().__init__(name)
+        self.remote, self.is_ready = self, ready
+        self.lost = Displaced(name, "gpu-b is lost") if lost else None
+
+    async def ready(self) -> int:
+        if not self.is_ready:
+            raise ProcessDied(self.name, "its process died")
+        return 1
+
+    async def displaced(self) -> Displaced | None:
+        return self.lost
 
 
 class TestStart:
-    async def starts(self, answer: BaseException | None) -> None:
+    async def starts(
+        self, answer: BaseException | str | None, *students: Engine
+    ) -> tuple[RollouterActor, list[str]]:
         process: Any = Starting(answer)
-        student: Any = FakeReplica("student/0")
+        given: Any = students or [Engine("student/0")]
         unused: Any = "stage"
         async with asyncio.timeout(5):
-            await RollouterActor.start(process, process, [student], unused, unused, unused)
+            start = RollouterActor.start(process, process, given, unused, unused, unused)
+            return await start, process.asked
+
+    async def test_a_student_whose_machine_is_lost_is_left_to_its_pool(self) -> None:
+        students = Engine("student/0"), Engine("student/1", lost=True, ready=False)
+        made, _ = await self.starts("connected", *students)
+        assert [one and one.student for one in made.replicas] == [students[0], None]
+
+    async def test_a_student_that_dies_on_a_machine_that_lives_ends_the_launch(self) -> None:
+        with pytest.raises(ProcessDied, match="student/1: its process died"):
+            await self.starts(None, Engine("student/0"), Engine("student/1", ready=False))
+
+    async def test_a_sync_group_whose_member_loses_its_machine_connects_later(self) -> None:
+        broken = WeightSyncError("weight sync", "student/1 did not connect")
+        made, lines = await self.starts(broken, Engine("student/0"), Engine("student/1", lost=True))
+        assert lines[-1] == ("the first weight sync connects the others: student/1: gpu-b is lost")
+        assert len(made.engines) == 2  # supervision finds the dead one
 
     async def test_a_process_that_dies_while_it_connects_ends_the_launch(self) -> None:
         with pytest.raises(ProcessRestarts, match="its process died"):
