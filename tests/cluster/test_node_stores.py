@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from async_opd.cluster.payloads.stores import NodeStore, NodeStores
+from async_opd.cluster.payloads.stores import FETCHES, NodeStore, NodeStores
 from async_opd.cluster.remote import Remote
 from tests.world.clock import settle
 from tests.world.payloads import StoreProcess
@@ -57,6 +58,28 @@ async def test_a_payload_that_is_lost_leaves_those_behind_it() -> None:
     process.lost = {2}
     found = await NodeStore(process, "x", 60.0).fetch([1, 2, 3])  # type: ignore[arg-type]
     assert [None if one is None else one.tolist() for one in found] == [[1], None, [3]]
+
+
+def fetching(process: StoreProcess, numbers: range, timeout_s: float = 60.0) -> asyncio.Task[Any]:
+    remote: Any = process
+    return asyncio.create_task(NodeStore(remote, "x", timeout_s).fetch(numbers))  # type: ignore[arg-type]
+
+
+async def test_payloads_come_at_the_same_time_up_to_a_bound_and_in_their_order() -> None:
+    process = StoreProcess()
+    process.late = {0: asyncio.Event()}
+    found = fetching(process, range(3 * FETCHES))
+    await settle(100)
+    assert (process.most, process.coming) == (FETCHES, 1)  # all others are there
+    process.late[0].set()
+    assert [one.tolist() for one in await found] == [[index] for index in range(3 * FETCHES)]
+
+
+async def test_a_payload_that_is_too_late_is_lost_alone() -> None:
+    process = StoreProcess()
+    process.late = {1: asyncio.Event()}
+    found = await asyncio.wait_for(fetching(process, range(3), timeout_s=0.05), 5)
+    assert [None if one is None else one.tolist() for one in found] == [[0], None, [2]]
 
 
 async def test_bytes_that_a_node_wrote_to_its_disk_before_are_not_counted(

@@ -20,6 +20,7 @@ from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SCORED, rollouts_topic
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_rollout
+from tests.world.clock import settle
 
 EXPIRY_S = 60.0
 
@@ -85,7 +86,8 @@ class Node:
 class StoreProcess:
     """Stands for ``Remote`` of a store's process: it is built once ``built`` is set.
 
-    ``lost`` are the numbers of payloads whose references raise; ``on_disk`` is what Ray reports.
+    ``lost`` are the numbers of payloads whose references raise, ``late`` those which come after all
+    others; ``most`` were on their way at once. ``on_disk`` is what Ray reports.
     """
 
     def __init__(self, built: bool = True) -> None:
@@ -93,6 +95,8 @@ class StoreProcess:
         if built:
             self.built.set()
         self.lost: set[int] = set()
+        self.late: dict[int, asyncio.Event] = {}
+        self.most = self.coming = 0
         self.on_disk = 0
         self.killed = False
 
@@ -112,6 +116,12 @@ class StoreProcess:
         return [[self._payload(number)] for number in args[0]]
 
     async def _payload(self, number: int) -> Payload:
+        self.coming += 1
+        self.most = max(self.most, self.coming)
+        try:
+            await self.late[number].wait() if number in self.late else await settle(1)
+        finally:
+            self.coming -= 1
         if number in self.lost:
             raise ray.exceptions.ObjectLostError("", None, "")
         return np.array([number], np.uint8)

@@ -28,12 +28,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.cluster.remote import Remote
 from async_opd.core.errors import StageError
-from async_opd.waiting.deadline import Bound, offload
+from async_opd.waiting.deadline import Bound, gather_or_cancel, offload
 
 Payload = NDArray[np.uint8]
 
 CLAIM_S = 60.0
 """Least seconds in which a payload may be claimed, however short leases are."""
+FETCHES = 8
+"""Payloads that a rank fetches from one node at once: one that is late delays few others, and few
+have to fit into the object store of the rank's node together."""
 
 
 @dataclass
@@ -114,13 +117,18 @@ class NodeStore:
     async def fetch(self, numbers: Sequence[int]) -> list[Payload | None]:
         """See PayloadStore.fetch. One that does not come within ``timeout_s`` is lost, too."""
         found: list[Payload | None] = [None] * len(numbers)
+        at_once = asyncio.Semaphore(FETCHES)
+
+        async def take(index: int, reference: Any) -> None:
+            async with at_once:
+                with suppress(ray.exceptions.RayError):
+                    found[index] = await reference
+
         with suppress(StageError, TimeoutError):
             references = await self.remote.call("references", numbers)
+            pairs = ((index, one) for index, ones in enumerate(references) for one in ones)
             async with Bound(self.timeout_s):
-                for index, one in enumerate(references):
-                    for reference in one:
-                        with suppress(ray.exceptions.RayError):
-                            found[index] = await reference
+                await gather_or_cancel(*(take(*pair) for pair in pairs))
         return found
 
     def settle(self, claimed: Sequence[int], dropped: Sequence[int]) -> None:
