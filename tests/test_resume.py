@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +36,11 @@ from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.resume import cut_files, evaluated_steps, refuse_impossible
 from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checkpoint.store import Checkpoint, Checkpoints
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Rollout, VersionSpan
+from async_opd.core.reports import Captured, WrittenFile
+from async_opd.core.samples import Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import LOG
 from async_opd.files import durable
 from async_opd.files.run_format import write_run_format
@@ -44,11 +49,15 @@ from async_opd.observability.run_log import METRICS, RUN_LOG, RunLog
 from async_opd.observability.sinks import Sink
 from async_opd.pipeline import Pipeline
 from tests.properties import examples
-from tests.world.clock import Straggling, settle
+from tests.trainer.test_learner import learner
+from tests.world.clock import Pace, Straggling, settle
 from tests.world.config import changed
 from tests.world.faults import NO_FAULTS, Faults, assert_one_state_each, faults
 from tests.world.run import World, shapes_without, world
 from tests.world.run import evaluation as evaluation_of
+from tests.world.trainer import FakeTrainer
+from trainer.batcher import Batcher, TrainBatch
+from trainer.saving.sample_file import read_scored
 
 B = 4
 
@@ -481,6 +490,71 @@ async def begun(folder: Path, seed: int, shape: dict[str, Any]) -> None:
     """A signal ends a run after its third step."""
     with a_life(folder, seed, shape) as life:
         await life.live_until(3)
+
+
+class Learning(FakeTrainer):
+    """Trains a real learner, whose state is in its checkpoints."""
+
+    def __init__(self, batcher: Batcher, pace: Pace) -> None:
+        super().__init__(batcher, pace)
+        self.learner = learner(kind="k1", lr=1e-2)
+
+    async def _take(self) -> tuple[TrainBatch, Sequence[Sample]]:
+        batch, samples = await super()._take()
+        self.learner.train_batch(samples)
+        return batch, samples
+
+    async def capture(self) -> Captured:
+        self.learner.capture(self.version)
+        return await super().capture()
+
+    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> dict[str, WrittenFile]:
+        return {**await super().checkpoint(directory, in_flight), **self.learner.write(directory)}
+
+    async def restore(self, directory: str) -> frozenset[str]:
+        self.learner.restore(directory)
+        return await super().restore(directory)
+
+
+def scored_apart(batch: Batch) -> Batch:
+    """Each sample has other scores than all others: weights depend on which of them is trained."""
+    rollouts = unpack(Rollout, [batch])
+    return Batch.pack(
+        Sample(one, SampledLogprobs(-np.random.default_rng(list(one.uid.encode())).random(4, "f4")))
+        for one in rollouts
+    )
+
+
+async def learned(
+    folder: Path, seed: int, shape: dict[str, Any], *life: Any
+) -> dict[str, torch.Tensor] | None:
+    """The weights at the end of a run's life; None if it ends before the last step."""
+    with a_life(folder, seed, shape, Faults(images=False)) as begun:
+        for teacher in begun.world.teachers.values():
+            teacher.answer = scored_apart
+        trainer: Any = begun.world.trainer
+        return trainer.learner.model.state_dict() if await begun.live(*life) else None
+
+
+@pytest.mark.parametrize("payloads", [True, False])
+async def test_weights_after_a_resume_with_stored_payloads_are_those_of_an_undisturbed_run(
+    tmp_path: Path, payloads: bool
+) -> None:
+    """Exactly on-policy, so that batches do not depend on speed. Undisturbed, none is stored."""
+    on_policy = {"steps": 6, "n": 2, "k": 1, "s": 0.0, "trainer_of": Learning}
+    undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
+    undisturbed.mkdir()
+    wanted = await learned(undisturbed, 1, on_policy, None)
+    shape, scored, ticks = on_policy | {"payloads": payloads, "stored": True}, list[Sample](), 200
+    while not scored:
+        shutil.rmtree(resumed, ignore_errors=True)
+        resumed.mkdir()
+        assert await learned(resumed, ticks, shape, ticks, "signal") is None
+        scored, ticks = read_scored(kept(resumed).folder), ticks + 20
+    found = await learned(resumed, 2, shape, None)
+    assert wanted
+    assert found
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 async def test_weight_versions_go_on_after_a_resume(tmp_path: Path) -> None:

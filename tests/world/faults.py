@@ -27,17 +27,18 @@ class Faults:
     """``prompts`` cannot be sampled, ``answers`` not be scored; a share of them is not graded.
 
     After so many turns of the event loop each, ``strokes``: the queue dies, or everything in flight
-    gets a copy, as when all leases expire.
+    gets a copy, as when all leases expire. Without ``images`` no prompt has any.
     """
 
     prompts: frozenset[int] = frozenset()
     answers: frozenset[str] = frozenset()
     ungraded: float = 0.0
     strokes: tuple[tuple[int, str], ...] = ()
+    images: bool = True
 
     def stream(self, cursor: int) -> FakePrompts:
         """The prompts, from a cursor on."""
-        return FakePrompts(cursor, self.prompts)
+        return FakePrompts(cursor, self.prompts, images=self.images)
 
     def into(self, world: World, seed: int) -> None:
         """The stages of a world fail from now on."""

@@ -51,6 +51,8 @@ class Nodes:
 
     def close(self) -> None:
         self.closed = True
+        for node in self.nodes.values():
+            node.lost = True
 
 
 class Node:
@@ -142,8 +144,24 @@ class Teacher:
         )
 
 
+class StoringTeacher:
+    """A teacher on a node whose samples stay there; it opens the node's store when it scores."""
+
+    def __init__(self, teacher: Any, queue: Any, node: str) -> None:
+        self._teacher, self._queue, self._node = teacher, queue, node
+        self._storing: StoringReplica | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._teacher, name)
+
+    async def score(self, batch: Batch) -> Batch:
+        if self._storing is None:
+            self._storing = await storing_teacher(self._queue, self._node, self._teacher)
+        return await self._storing.score(batch)
+
+
 async def storing_teacher(
-    queue: MessageQueue, node: str, teacher: Teacher | None = None, least: int = 0
+    queue: MessageQueue, node: str, teacher: Any = None, least: int = 0
 ) -> StoringReplica:
     """A teacher on a node, whose samples of ``least`` bytes and more stay there."""
     store = await queue.payload_store(node)

@@ -8,17 +8,22 @@ from typing import Any
 
 from async_opd.core.stages import PROMPTS, topics
 from async_opd.queue.message_queue import MessageQueue
+from async_opd.queue.payloads import PayloadStores
 from async_opd.waiting.deadline import Timer
 from tests.world.prompts import TEACHERS
 
 LEASE_S = 60.0
 
 
-def message_queue(*teachers: str, timer: Timer | None = None, size: int = 64) -> MessageQueue:
+def message_queue(
+    *teachers: str,
+    timer: Timer | None = None,
+    size: int = 64,
+    stores: PayloadStores | None = None,
+) -> MessageQueue:
     """The real one, for these teachers; groups of prompts stay until they are acknowledged."""
-    return MessageQueue(
-        topics(teachers or TEACHERS), size, 1 << 20, LEASE_S, timer, kept=(PROMPTS,)
-    )
+    names = topics(teachers or TEACHERS)
+    return MessageQueue(names, size, 1 << 20, LEASE_S, timer, kept=(PROMPTS,), stores=stores)
 
 
 class MortalQueue:

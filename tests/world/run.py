@@ -15,13 +15,15 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import Evaluation
 from async_opd.media.cache import MediaCache
 from async_opd.pipeline import Pipeline
+from async_opd.queue.message_queue import MessageQueue
 from rollouter.stage import RollouterStage
 from teachers.stage import ScorerStage
 from tests.world.clock import Pace, PacedReads
 from tests.world.config import run_config
 from tests.world.log import FakeLog
+from tests.world.payloads import Nodes, StoringTeacher
 from tests.world.prompts import IMAGE_BYTES, TEACHERS, FakePrompts
-from tests.world.queue import MortalQueue
+from tests.world.queue import MortalQueue, message_queue
 from tests.world.students import FakeStudent
 from tests.world.sync import FakeSync
 from tests.world.teachers import FakeTeacher
@@ -80,8 +82,13 @@ def world(
     life_s: float = 60.0,
     before: bool = True,
     payloads: bool = True,
+    stored: bool = False,
+    trainer_of: Callable[[Batcher, Pace], FakeTrainer] = FakeTrainer,
 ) -> World:
-    """``payloads`` False: the trainer leases headers, as the first of several ranks does."""
+    """``payloads`` False: the trainer leases headers, as the first of several ranks does.
+
+    ``stored``: payloads of samples stay on their teachers' nodes.
+    """
     config = run_config(
         teachers={name: {"model": name, "max_dead_letter_share": share} for name in TEACHERS},
         rollout={"n": n},
@@ -94,7 +101,13 @@ def world(
         reward={} if groups else None,
         **{"async": {"staleness_threshold": s, "sync_steps": k}},
     )
-    pace, queue = pace or Pace(seed), MortalQueue()
+    pace, stores = pace or Pace(seed), Nodes()
+
+    def queue_of() -> MessageQueue:
+        stores.close()  # those of the queue before end with it
+        return message_queue(stores=stores)
+
+    queue = MortalQueue(queue_of)
     mortal: Any = queue
     students = [FakeStudent(f"student/{i}", queue, n, pace) for i in range(replicas)]
     teachers = {
@@ -110,12 +123,15 @@ def world(
         group_size=n if groups else 1,
         payloads=payloads,
     )
-    trainer, log, parts = FakeTrainer(batcher, pace), FakeLog(), Parts()
+    trainer, log, parts = trainer_of(batcher, pace), FakeLog(), Parts()
     parts.queue, parts.trainer = mortal, trainer
     parts.sync = sync = FakeSync(trainer, students, pace)
     of_students: Any = {student.name: student for student in students}
     parts.rollouter = rollouter = RollouterStage(of_students, mortal)
-    of_teachers: Any = {name: [teacher] for name, teacher in teachers.items()}
+    of_teachers: Any = {
+        name: [StoringTeacher(teacher, mortal, name) if stored else teacher]
+        for name, teacher in teachers.items()
+    }
     parts.scorer = scorer = ScorerStage(of_teachers, mortal, dict.fromkeys(TEACHERS, 8))
     reads: Any = PacedReads(pace)
     pipeline = Pipeline(config, parts, FakePrompts(), evaluation, log, reading=reads)
@@ -148,6 +164,7 @@ shapes = {
     "replicas": st.integers(1, 3),
     "steps": st.integers(1, 7),
     "payloads": st.booleans(),
+    "stored": st.booleans(),
 }
 """Sizes of a run for property tests."""
 

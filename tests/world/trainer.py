@@ -16,6 +16,7 @@ from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import SCORED
 from async_opd.files.durable import written_file
 from async_opd.media.cache import MediaCache
+from async_opd.queue.payloads import read
 from tests.world.clock import Pace
 from tests.world.prompts import IMAGE_BYTES
 from tests.world.students import fetch
@@ -63,13 +64,14 @@ class FakeTrainer:
             for header, lease in zip(batch.headers, batch.leases, strict=True):
                 leased[lease].append(header.uid)
             try:
-                fetched = await self.batcher.queue.fetch(SCORED, leased)
+                queue = self.batcher.queue
+                fetched = await read(queue, SCORED, [await queue.fetch(SCORED, leased)])
             except NotLeased as error:
                 lost = {lease for lease, uids in leased.items() if {*uids} & {*error.uids}}
                 await self.batcher.forget(lost)
                 continue
             if self.batcher.commit(batch, self.version):
-                found = {sample.rollout.uid: sample for sample in unpack(Sample, [fetched])}
+                found = {sample.rollout.uid: sample for sample in unpack(Sample, fetched)}
                 return batch, [found[header.uid] for header in batch.headers]
         taken = await self.batcher.take(self.version)
         return taken, taken.samples
