@@ -103,10 +103,11 @@ class Training:
             if error.stage != TRAINER:
                 raise
             recovers = self.job.config.cluster.trainer_recovery == "replica"
-            await self._rewind(error, self._recovery if recovers else None)
+            rewinding = self._rewind(error, self._recovery if recovers else None)
+            await self.stages.watched(rewinding)
             return False
         except GuardrailExceeded as error:
-            await self._roll_back(error)
+            await self.stages.watched(self._roll_back(error))
             return False
         return True
 

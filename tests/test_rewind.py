@@ -8,6 +8,7 @@ import re
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,13 @@ from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.recovery import Recovery
 from async_opd.checkpoint.resume import cut_files
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied, StageError
+from async_opd.core.errors import (
+    CheckpointError,
+    GuardrailExceeded,
+    HeadLost,
+    ProcessDied,
+    StageError,
+)
 from async_opd.core.reports import Captured
 from async_opd.core.stages import PROMPTS
 from async_opd.files.run_format import write_run_format
@@ -38,6 +45,7 @@ from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.prepare import Prepared
 from async_opd.training import Training
+from async_opd.waiting.deadline import race
 from async_opd.waiting.waits import Waits
 from tests.properties import examples
 from tests.test_resume import FORM, B, assert_recorded, evaluation, steps_with, trained_rows
@@ -49,6 +57,7 @@ from tests.world.run import World, shapes, shapes_without, world
 from tests.world.trainer import FakeTrainer
 
 DIED = ProcessDied("trainer", "its process died")
+HEAD_LOST = HeadLost("cluster", "Ray's head has not answered for 20 s")
 
 
 class Mortal:
@@ -60,6 +69,7 @@ class Mortal:
         """With ``tries`` the trainer dies at once each time, until it may not be restarted."""
         self.shape, self.tries, self.faults = shape, tries, faults
         self.mixed = False  # the weights of the replicas
+        self.head_is_lost = asyncio.Event()
         self.deaths = 0
         self.rewinds = 0
         self.synced: list[tuple[int, bool]] = []  # snapshots of all worlds
@@ -84,6 +94,13 @@ class Mortal:
         folder.mkdir()
         (folder / "weights.json").write_text(str(self.world.sync.verified))
         return str(folder), "student/0 (bfloat16)"
+
+    async def watched(self, work: Awaitable[None]) -> None:
+        async def lost() -> None:
+            await self.head_is_lost.wait()
+            raise HEAD_LOST
+
+        await race(lost(), work)
 
     def die(self) -> None:
         self.deaths += 1
@@ -400,6 +417,30 @@ async def test_what_a_recovery_waits_for_has_a_name(
     monkeypatch.setattr(Waits, "on", noted)
     await dies_after(2, tmp_path)
     assert {"a replica's weights", "the trainer to take a replica's weights"} <= {*named}
+
+
+@pytest.mark.parametrize("part", ["write_verified", "adopt"])
+async def test_a_head_that_is_lost_in_a_recovery_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Long before the bound of the wait for the replica, or for the trainer."""
+    running: list[Mortal] = []
+    rewind = Training._rewind
+
+    async def loses(training: Training, *given: Any) -> None:
+        stages: Any = training.stages
+        running.append(stages)
+        await rewind(training, *given)
+
+    async def hang(*_: Any) -> None:
+        running[-1].head_is_lost.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Training, "_rewind", loses)
+    monkeypatch.setattr(Mortal if part == "write_verified" else FakeTrainer, part, hang)
+    with pytest.raises(HeadLost):
+        await asyncio.wait_for(dies_after(2, tmp_path), 15)
+    assert [stages.rewinds for stages in running] == [int(part == "adopt")]
 
 
 async def test_cuts_from_before_a_rollback_are_forgotten(

@@ -96,9 +96,10 @@ class LaunchedStages:
     async def rewind(self, error: StageError) -> None:
         """After the trainer's death, or for a rollback: rebuilds all stages, keeps the engines.
 
-        The trainer then has the student's first weights. Raises if it died too often.
+        The trainer then has the student's first weights. Raises if it died too often. A caller
+        watches the cluster: see ``watched``.
         """
-        await self.watched(self.singletons.rebuild_all(error))
+        await self.singletons.rebuild_all(error)
 
     @property
     def verified_version(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Watches the cluster of a run from its driver, as long as stages are supervised or built.
+"""Watches the cluster of a run from its driver, while stages are built, supervised or rewound.
 
 every WATCH_S: nodes() ──► a node is lost, or has joined: one line
                      ├──► a process waits for GPUs: see ``Placement``
