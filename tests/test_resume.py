@@ -545,7 +545,8 @@ async def test_weights_after_a_resume_with_stored_payloads_are_those_of_an_undis
     undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
     undisturbed.mkdir()
     wanted = await learned(undisturbed, 1, on_policy, None)
-    shape, scored, ticks = on_policy | {"payloads": payloads, "stored": True}, list[Sample](), 200
+    shape, ticks = on_policy | {"payloads": payloads, "stored": True}, 200
+    scored: Sequence[Sample] = ()
     while not scored:
         shutil.rmtree(resumed, ignore_errors=True)
         resumed.mkdir()
