@@ -370,7 +370,7 @@ async def _started(actor_factory: ActorFactory, watch: ClusterWatch) -> Launched
     return await _build(actor_factory, watch)
 
 
-async def _unless_displaced(
+async def _if_placed(
     actor_factory: ActorFactory, pool: str, start: Coroutine[Any, Any, Engine]
 ) -> Engine | None:
     """The engine; None if its machine is lost meanwhile: its pool starts it elsewhere.
@@ -388,7 +388,7 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
     actor_factory.stored_from = await asyncio.to_thread(stored_from, config, actor_factory.device)
     queue_actor = await actor_factory.queue()
     queue = QueueProxy(queue_actor.remote)
-    unless_displaced = partial(_unless_displaced, actor_factory)
+    if_placed = partial(_if_placed, actor_factory)
     try:
         async with asyncio.TaskGroup() as group:
             last = group.create_task(_built_last(actor_factory, queue_actor))
@@ -396,16 +396,14 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
             hosted = 0 if config.rollout.host is None else most
             student_tasks = [
                 group.create_task(
-                    unless_displaced(
-                        actor_factory.pool_of(index)[0], actor_factory.student(index, queue)
-                    )
+                    if_placed(actor_factory.pool_of(index)[0], actor_factory.student(index, queue))
                 )
                 for index in range(hosted, most + config.eval.max_replicas)
             ]
             teacher_tasks = {
                 name: [
                     group.create_task(
-                        unless_displaced(f"teachers.{name}", actor_factory.teacher(name, at))
+                        if_placed(f"teachers.{name}", actor_factory.teacher(name, at))
                     )
                     for at in range(teacher.max_replicas)
                 ]
