@@ -31,6 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from async_opd import job as jobs
 from async_opd import run as runs
 from async_opd import training as trainings
 from async_opd.checkpoint import mirror as mirrors
@@ -345,8 +346,8 @@ class Living:
             patch.object(runs, "Text", SimpleNamespace(of=lambda config: text)),
             patch.object(runs, "run_to_end", self._drive),
             patch.object(runs, "SignalHandler", self._signals),
-            patch.object(runs, "LiveFile", nothing),
-            patch.object(runs, "add_origin", lambda *_: None),
+            patch.object(jobs, "LiveFile", nothing),
+            patch.object(jobs, "add_origin", lambda *_: None),
             patch.object(run_log, "TraceSink", nothing),
             patch.object(trainings, "state_s", lambda config: 60.0),
             patch.object(mirrors, "state_s", lambda config: 60.0),
