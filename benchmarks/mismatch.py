@@ -102,7 +102,8 @@ def accuracies(scheme: str, seed: int, prompts: int, given: list[str]) -> tuple[
         summary = distil(EXAMPLE, overrides=[*overrides, *given])
         if summary.status != "completed":
             raise RuntimeError(f"the run of {scheme} ended as {summary.status}: {summary.error}")
-        config = load_config(str(EXAMPLE), ends)
+        whole = ["rollout.engine.quantization=null", "rollout.engine.dtype=float32"]
+        config = load_config(str(EXAMPLE), [*ends, *given, *whole])
         student = evaluation_config(config, str(run_dir), None)
         evaluate(config, student, str(EXAMPLE), None, apart)
         (last,) = (run_dir / "evals").glob("step_*.jsonl")

@@ -23,7 +23,8 @@
     ├── LengthError        a message whose arrays differ in length (also a ValueError)
     └── ScoreError         scores or log-probabilities that are not numbers (also a ValueError)
 
-All of them are picklable: they cross process boundaries through Ray.
+All of them are picklable: they cross process boundaries through Ray. ``Findings`` collects the
+problems of one ConfigError.
 """
 
 from __future__ import annotations

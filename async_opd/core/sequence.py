@@ -26,6 +26,7 @@ from async_opd.core.uid import Uid
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
+"""The arrays of the pipeline's messages."""
 
 PROMPT = "prompt"
 STUDENT = "student"

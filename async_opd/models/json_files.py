@@ -1,4 +1,4 @@
-"""JSON files of a model's directory, which anybody may have written."""
+"""JSON files of a model's directory, which anybody may have written, and its name on the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """From samples to what one rank computes: packing, micro-batches, token weights, advantages.
 
-Imports ``async_opd.core`` and ``trainer.losses``.
+Imports rooms of ``async_opd`` below the stages; of the trainer ``losses``, ``vision``, the batcher
+and the group of ranks.
 """

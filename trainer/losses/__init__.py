@@ -1,6 +1,6 @@
 """Objectives: losses of response tokens, in nats, with their gradients.
 
-Divergences share a file, and so do the estimators of sampled tokens.
+The divergences of this list share a file, and so do the estimators of sampled tokens.
 
 ``q`` is the student under its current weights, at temperature 1, ``p`` the teacher, at the
 temperature ``teachers.<name>.temperature``. Responses were sampled from the student, perhaps under

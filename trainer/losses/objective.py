@@ -17,10 +17,9 @@ S_t is PPO's clipped surrogate (arXiv:1707.06347, eq. 7) of the task reward:
     S_t = -min(r A, clip(r, 1 - low, 1 + high) A),     r = q(y_t) / mu(y_t)
     A < 0:   at most -dual A                           (arXiv:1912.09729, eq. 5)
 
-r corrects for stale rollouts too. Without ``dual``
-the loss of a token with a negative advantage grows without bound with r, and a token that the
-student has come to prefer outweighs all others. A token whose loss is one of the bounds has no
-gradient; the shares of such tokens are metrics.
+r corrects for stale rollouts too. Without ``dual`` the loss of a token with a negative advantage
+grows without bound with r, and a token that the student has come to prefer outweighs all others. A
+token whose loss is one of the bounds has no gradient; the shares of such tokens are metrics.
 """
 
 from __future__ import annotations
