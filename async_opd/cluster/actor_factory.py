@@ -191,7 +191,7 @@ class ActorFactory:
     async def _place(self, host: str, index: int) -> ActorPlacement:
         """The GPUs of a host's bundle, also while its process is dead."""
         actor = actor_names.in_pool(host, index)
-        strategy = await self.bundles.strategy(host, index)
+        strategy = await self.bundles.strategy(actor.name, host, index)
         return await Remote.place_of(
             actor.name,
             f"{run_name(self.config)}/{actor.path}",
@@ -307,7 +307,10 @@ class ActorFactory:
         return next(filter(None, found), None)
 
     async def end(self) -> None:
-        """Closes it, and forgets what it started: all can be started again."""
+        """Ends all that it started, and forgets it: all can be started again."""
+        for stage in self.stages:
+            stage.kill()  # what it rebuilt dies with it; one without an object answers no shutdown
+        self.stages.clear()
         await self.close()
         for known in (self.started, self.stages, self.engines, self.colocated):
             known.clear()
@@ -356,6 +359,7 @@ class ActorFactory:
                         await self._build_after_guests(bundle[0], [bundle[1]], build)
             except BaseException:
                 remote.kill()
+                self.started.remove(remote)  # its lost machine is not the error of others
                 raise
             self.engines.append(remote)  # an actor without an object can only be killed
             return remote
@@ -381,7 +385,7 @@ class ActorFactory:
 
         Without one it is a singleton, and on the node of the trainer, where samples end.
         """
-        strategy = await self.bundles.strategy(*(bundle or (RANKS, 0)))
+        strategy = await self.bundles.strategy(actor.name, *(bundle or (RANKS, 0)))
         create = partial(
             Remote.create,
             actor.name,

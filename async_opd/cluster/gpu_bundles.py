@@ -77,8 +77,8 @@ class GpuBundles:
     run: str = ""
     units: tuple[Unit, ...] = ()
 
-    async def strategy(self, pool: str, index: int) -> Any:
-        """Where Ray is to start a process of this pool, or a guest of it; None for any place.
+    async def strategy(self, name: str, pool: str, index: int) -> Any:
+        """Where Ray is to start the process ``name``, of this pool or beside it; None: anywhere.
 
         Displaced while the cluster has no room for it.
         """
@@ -87,7 +87,7 @@ class GpuBundles:
                 if (bundle.pool, bundle.index) == (pool, index):
                     group, state, _ = await asyncio.to_thread(self._group, unit)
                     if group is None or state != PLACED:
-                        raise _gone(actor_names.in_pool(pool, index).name)
+                        raise _gone(name)
                     return PlacementGroupSchedulingStrategy(group, number)
         return None
 

@@ -20,7 +20,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -30,6 +30,7 @@ from typing import Any, TypeVar, cast
 from async_opd.accounting.images import kept
 from async_opd.checkpoint.checkpointer import state_s
 from async_opd.checkpoint.store import Checkpoints
+from async_opd.checks.gpu_plan import RANKS
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
 from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, names, reserve
@@ -353,21 +354,39 @@ async def _started(actor_factory: ActorFactory, watch: ClusterWatch) -> Launched
 
     At most ``supervision.max_restarts`` times; it waits for its GPUs as the first start does.
     """
-    config, bundles = actor_factory.config, actor_factory.bundles
+    config, bundles, waits = actor_factory.config, actor_factory.bundles, actor_factory.waits
     bound_s = config.timeouts.engine_start_s + config.cluster.wait_s
     for _ in range(config.supervision.max_restarts):
         try:
-            return await _build(actor_factory, watch)
+            return await _while_ranks_are_placed(actor_factory, watch)
         except StageError as error:
             lost = error if isinstance(error, Displaced) else await actor_factory.displaced()
             if lost is None:
                 raise
-            actor_factory.notify(f"cluster: the start begins again: {lost}")
-        await actor_factory.end()
+            why = "" if lost is error else f" ({error.stage}: {error.cause})"
+            again = f"the start begins again: {lost.stage}: {lost.cause}{why}"
+            actor_factory.notify(f"cluster: {again}")
+        with waits.on("the processes to end", config.timeouts.shutdown_s):
+            await actor_factory.end()
         what = "waiting for other places for its processes"
         remedy = "join machines, or raise cluster.wait_s if they come later"
-        await Deadline("cluster").within(bound_s, what, bundles.placed(), remedy)
-    return await _build(actor_factory, watch)
+        with waits.on("GPUs", bound_s):
+            await Deadline("cluster").within(bound_s, what, bundles.placed(), remedy)
+    return await _while_ranks_are_placed(actor_factory, watch)
+
+
+async def _while_ranks_are_placed(
+    actor_factory: ActorFactory, watch: ClusterWatch
+) -> LaunchedStages:
+    """All stages. Displaced once a rank of the trainer has no place.
+
+    The processes beside it, and those that join its sync group, would wait for its next one.
+    """
+    build, bundles = _build(actor_factory, watch), actor_factory.bundles
+    for unit in bundles.units:
+        if unit.pool == RANKS:
+            build = bundles.while_placed("trainer", (RANKS, unit.bundles[0].index), build)
+    return await build
 
 
 async def _if_placed(
@@ -378,9 +397,13 @@ async def _if_placed(
     One that shares GPUs raises Displaced, since others wait for it.
     """
     places = actor_factory.bundles.places(actor_factory.config, pool)
-    with nullcontext() if places is None or places.shared else suppress(Displaced):
+    try:
         return await start
-    return None
+    except Displaced as error:
+        if places is None or places.shared:
+            raise
+        actor_factory.notify(f"{error.stage}: it is started later: {error.cause}")
+        return None
 
 
 async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedStages:

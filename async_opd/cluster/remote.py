@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, TypeVar, cast
 
 import ray
-from ray.exceptions import ActorAlreadyExistsError
+from ray.exceptions import ActorAlreadyExistsError, RpcError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -164,10 +164,15 @@ class Remote:
         except StageError:
             return None
         look_up = partial(asyncio.to_thread, ray.get_actor, actor)
-        with suppress(ValueError, ProcessDied):  # ValueError: none has this name
+        try:
             self._handle = await self._bounded(look_up, math.inf, "a search for it", "")
             return await self.place(math.inf)
-        return None
+        except (ValueError, ProcessDied):  # ValueError: none has this name
+            return None
+        except StageError as error:
+            if isinstance(error.__cause__, RpcError):  # the network to it failed
+                return None
+            raise
 
     async def _of_task(self, bundle: Any, gpus: int) -> ActorPlacement:
         """The place of a task that has all GPUs of the bundle."""

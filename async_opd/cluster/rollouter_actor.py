@@ -72,7 +72,7 @@ class StartedReplica:
 
 
 Replicas = Sequence[StartedReplica | None]
-"""Those of all pools, by their index; None for those that the cluster has no place for."""
+"""Those of all pools, by their index; None for those without a place in the cluster."""
 
 
 @dataclass(frozen=True)

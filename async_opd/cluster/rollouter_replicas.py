@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -73,12 +73,14 @@ class RollouterActor(SingletonActor):
     ) -> RollouterActor:
         """Builds the stage in ``remote`` over existing replicas; connects their first sync group.
 
-        Nothing rebuilds an actor that dies meanwhile: its death is the launch's error.
+        Nothing rebuilds an actor that dies meanwhile: its death is the launch's error, unless it is
+        a replica whose machine is lost.
         """
         bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
         waits = actor_factory.waits
         with waits.on("the replicas of the student", actor_factory.config.timeouts.request_s):
-            replicas = await gather_or_cancel(*map(_ready, students))
+            ready = (_ready(student, actor_factory.notify) for student in students)
+            replicas = await gather_or_cancel(*ready)
         rollouter = cls(remote, actor_factory, replicas, *stages)
         with waits.on(f"{remote.name} to start", bound):
             await rollouter.build()
@@ -89,10 +91,13 @@ class RollouterActor(SingletonActor):
             try:
                 await Deadline(remote.name).within(bound, what, connecting, remedy)
             except StageError:
-                found = await gather_or_cancel(*(one.displaced() for one in rollouter.engines))
-                if not (lost := [str(one) for one in found if one is not None]):
+                members = students[: actor_factory.config.rollout.max_replicas]
+                asked = (one.displaced() for one in members if one is not None)
+                lost = list(filter(None, await gather_or_cancel(*asked)))
+                if not lost or await rollouter.trainer.remote.displaced() is not None:
                     raise
-                actor_factory.notify(f"the first weight sync connects the others: {lost[0]}")
+                which = f"{lost[0].stage}: {lost[0].cause}"
+                actor_factory.notify(f"the first weight sync connects the others: {which}")
         return rollouter
 
     @property
@@ -230,13 +235,16 @@ class RollouterActor(SingletonActor):
         raise StageError("rollouter", "; ".join(faults) or "no replica exists")
 
 
-async def _ready(student: StudentProxy | None) -> StartedReplica | None:
+async def _ready(
+    student: StudentProxy | None, notify: Callable[[str], None]
+) -> StartedReplica | None:
     """None for one whose machine is lost: the stage orders another one."""
     if student is None:
         return None
     try:
         return StartedReplica(student, await student.ready())
     except StageError:
-        if await student.displaced() is None:
+        if (lost := await student.displaced()) is None:
             raise
+        notify(f"{lost.stage}: it is started later: {lost.cause}")
         return None

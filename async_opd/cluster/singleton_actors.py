@@ -32,7 +32,7 @@ from teachers.replica_slots import RebuildTeacher, TeacherWeights
 from trainer.rank_group import RankSpec
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica | None]]
-"""The replicas of each teacher; None for those that the cluster has no place for."""
+"""The replicas of each teacher; None for those without a place in the cluster."""
 
 FOLLOWER = "trainer.build:build_follower"
 NO_GPUS = "join machines with GPUs, or raise timeouts.stall_s if they come later"

@@ -200,7 +200,9 @@ class MemberSet(Generic[T]):
         for member in self.all:
             if member.value is None:
                 member.state = State.ABSENT
-                member.failure = Displaced(member.name, "the cluster had no place for it")
+                member.failure = Displaced(
+                    member.name, "it had no place in the cluster at the start"
+                )
         config = self.policy.supervision
         self._restarts = {member: Restarts(config, self.clock) for member in self.all}
         self.failures = 0

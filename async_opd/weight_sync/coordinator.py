@@ -167,10 +167,11 @@ class BroadcastSync:
 
     async def connect(self) -> None:
         """Connects all groups. Raises WeightSyncError if a member does not connect in time."""
-        for number, group in self._numbered_groups(self._alive).items():
-            failures = await self._groups.rendezvous(number, group)
-            if failures:
-                raise _worst(failures)
+        async with self._lock:  # it may go on after its caller's bound, when a push begins
+            for number, group in self._numbered_groups(self._alive).items():
+                failures = await self._groups.rendezvous(number, group)
+                if failures:
+                    raise _worst(failures)
 
     # ── a sync ─────────────────────────────────────────────────────────────────────────────────
 

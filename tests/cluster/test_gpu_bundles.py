@@ -47,7 +47,7 @@ async def test_a_process_whose_place_is_lost_before_it_is_created_does_not_wait_
     monkeypatch.setattr(gpu_bundles, "get_placement_group", group)
     monkeypatch.setattr(gpu_bundles, "group_state", lambda group: (state, ""))
     with pytest.raises(Displaced, match="student/1: its place in the cluster is lost"):
-        await asyncio.wait_for(Bundles().strategy("rollout", 1), 5)
+        await asyncio.wait_for(Bundles().strategy("student/1", "rollout", 1), 5)
 
 
 @pytest.mark.parametrize("later", [False, True])

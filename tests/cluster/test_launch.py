@@ -12,6 +12,7 @@ import pytest
 
 from async_opd.checks.gpu_plan import Bundle, Unit, units
 from async_opd.checks.resources import pools
+from async_opd.cluster import gpu_bundles
 from async_opd.cluster.actor_factory import ActorFactory, Factories, _RebuildTeacher
 from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement
@@ -112,6 +113,7 @@ async def test_a_guest_is_built_on_its_hosts_node_only(
     async def create(*args: Any, place: ActorPlacement, **named: Any) -> Remote:
         made = Remote("teacher t/0", handle, 5)
         made.shared_place = place
+        actor_factory.started.append(made)
         return made
 
     monkeypatch.setattr(actor_factory, "create", create)
@@ -325,12 +327,15 @@ class OneUnit(GpuBundles):
     units: tuple[Unit, ...] = (Unit((Bundle("rollout", 0, 1),)),)
     there: list[bool] = field(default_factory=list)
 
-    async def strategy(self, pool: str, index: int) -> None:
+    async def strategy(self, name: str, pool: str, index: int) -> None:
         if not self.there:
             await asyncio.Event().wait()
 
     def asked(self, of: Collection[Unit] | None = None) -> dict[Unit, str | None]:
         return dict.fromkeys(of or (), "a" if self.there else None)
+
+    async def placed(self) -> None:
+        self.there.append(True)
 
 
 async def test_a_guest_whose_place_is_lost_before_its_turn_is_left_out_of_the_turn(
@@ -418,7 +423,9 @@ async def test_a_start_in_which_a_machine_is_lost_begins_again_with_no_process_o
     with pytest.raises(ProcessMadeError):
         await made.ends()
     assert (made.tries, made.ended, len(made.factory.started)) == (2, [0], 1)
-    assert made.lines == ["cluster: the start begins again: student/0: gpu-b is lost"]
+    first = "cluster: the start begins again: student/0: gpu-b is lost"
+    its = "" if lost is None else " (rollouter: its process died)"
+    assert made.lines[0] == first + its
 
 
 async def test_a_start_begins_again_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,6 +433,51 @@ async def test_a_start_begins_again_only_so_often(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Displaced):
         await made.ends()
     assert made.tries == 3
+
+
+async def test_a_start_begins_again_once_the_trainer_has_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is beside the trainer, or joins it, would wait for its next place."""
+    made = Starting(monkeypatch)
+    bundles = OneUnit(units=(Unit((Bundle("train", 0, 1),)),), there=[True])
+    made.factory.bundles = bundles
+    hung: list[bool] = []
+
+    async def queue() -> Any:
+        if hung:
+            raise ProcessMadeError
+        hung.append(True)
+        bundles.there.clear()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(made.factory, "queue", queue)
+    monkeypatch.setattr(gpu_bundles, "POLL_S", 0.001)
+    with pytest.raises(ProcessMadeError):
+        await made.ends()
+    lost = "trainer: its place in the cluster is lost"
+    assert made.lines[0] == f"cluster: the start begins again: {lost}"
+
+
+async def test_an_engine_that_is_left_out_of_a_start_is_not_the_cause_of_another_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ActorFactory(config(5), "cpu", (), Factories(), print)
+    process: Any = FakeProcess("teacher/t/0")
+    process.displacement = DISPLACED
+
+    async def create(*args: Any, **named: Any) -> Any:
+        made.started.append(process)
+        return process
+
+    async def build(*args: Any) -> None:
+        raise DISPLACED
+
+    process.build = build
+    monkeypatch.setattr(made, "create", create)
+    with pytest.raises(Displaced):
+        await made.teacher("t", 0)
+    assert await made.displaced() is None
 
 
 async def test_a_start_that_fails_on_machines_that_live_does_not_begin_again(

@@ -78,7 +78,7 @@ async def test_payloads_come_at_the_same_time_up_to_a_bound_and_in_their_order()
 async def test_a_payload_that_is_too_late_is_lost_alone() -> None:
     process = StoreProcess()
     process.late = {1: asyncio.Event()}
-    found = await asyncio.wait_for(fetching(process, range(3), timeout_s=0.05), 5)
+    found = await asyncio.wait_for(fetching(process, range(3), timeout_s=0.5), 5)
     assert [None if one is None else one.tolist() for one in found] == [[0], None, [2]]
 
 

@@ -309,19 +309,24 @@ class Engine(FakeReplica):
 
 class TestStart:
     async def starts(
-        self, answer: BaseException | str | None, *students: Engine
+        self,
+        answer: BaseException | str | None,
+        *students: Engine,
+        trainer: Engine | None = None,
     ) -> tuple[RollouterActor, list[str]]:
         process: Any = Starting(answer)
         given: Any = students or [Engine("student/0")]
         unused: Any = "stage"
+        beside: Any = trainer or Engine("trainer")
         async with asyncio.timeout(5):
-            start = RollouterActor.start(process, process, given, unused, unused, unused)
+            start = RollouterActor.start(process, process, given, unused, beside, unused)
             return await start, process.asked
 
     async def test_a_student_whose_machine_is_lost_is_left_to_its_pool(self) -> None:
         students = Engine("student/0"), Engine("student/1", lost=True, ready=False)
-        made, _ = await self.starts("connected", *students)
+        made, lines = await self.starts("connected", *students)
         assert [one and one.student for one in made.replicas] == [students[0], None]
+        assert "student/1: it is started later: gpu-b is lost" in lines
 
     async def test_a_student_that_dies_on_a_machine_that_lives_ends_the_launch(self) -> None:
         with pytest.raises(ProcessDied, match="student/1: its process died"):
@@ -332,6 +337,13 @@ class TestStart:
         made, lines = await self.starts(broken, Engine("student/0"), Engine("student/1", lost=True))
         assert lines[-1] == ("the first weight sync connects the others: student/1: gpu-b is lost")
         assert len(made.engines) == 2  # supervision finds the dead one
+
+    async def test_a_sync_group_without_the_trainer_ends_the_launch(self) -> None:
+        broken = WeightSyncError("weight sync", "student/1 did not connect")
+        trainer = Engine("trainer", lost=True)
+        students = Engine("student/0"), Engine("student/1", lost=True)
+        with pytest.raises(WeightSyncError, match="did not connect"):
+            await self.starts(broken, *students, trainer=trainer)
 
     async def test_a_process_that_dies_while_it_connects_ends_the_launch(self) -> None:
         with pytest.raises(ProcessRestarts, match="its process died"):

@@ -359,4 +359,6 @@ async def test_nodes_that_agree_are_accepted_and_a_later_one_that_differs_gets_n
     with pytest.raises(EngineStartError, match="NCCL_CUMEM_ENABLE is 1 on the driver's node, 0"):
         await remote.build(f"{__name__}:Engine", (), BOUND_S)
     remote.kill()
-    assert await GpuBundles().strategy("rollout", 0) is None  # without bundles Ray chooses
+    assert (
+        await GpuBundles().strategy("student/0", "rollout", 0) is None
+    )  # without bundles Ray chooses

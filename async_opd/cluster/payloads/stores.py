@@ -35,8 +35,7 @@ Payload = NDArray[np.uint8]
 CLAIM_S = 60.0
 """Least seconds in which a payload may be claimed, however short leases are."""
 FETCHES = 8
-"""Payloads that a rank fetches from one node at once: one that is late delays few others, and few
-have to fit into the object store of the rank's node together."""
+"""Payloads that a rank fetches from one node at once: one that is late delays few others."""
 
 
 @dataclass

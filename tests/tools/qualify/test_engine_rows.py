@@ -20,7 +20,7 @@ def test_a_run_and_engines_that_sleep_fail_or_see_images_pass_their_rows_on_a_cp
     path = tmp_path / "report.json"
     words = ["--gpus", "0", "--out", str(path), "--only", ",".join(ROWS)]
     command = [sys.executable, "-m", "async_opd", "qualify", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     rows = json.loads(path.read_text())["rows"]
     outcomes = {name: (row["outcome"], row["why"]) for name, row in rows.items()}
     assert outcomes == {name: ("passed", []) for name in ROWS}

@@ -3,7 +3,7 @@
 text_nats    largest distance of a log-probability from that of transformers, both in float32
 image_nats   the same behind images. On a CPU it is about 1: vLLM hides later tokens of an image
              from earlier ones there
-kept_gib     host memory of the engine's processes after all images, above that before them;
+kept_gib     host memory of the replica's process after all images, above that before them;
              ``most_gib``: the most meanwhile, with the images of requests in flight
 cache_gib    what ``async_opd.memory.pools`` plans there for images
 kept_share   of the plan; ``most_share``: of that and 12 bytes a pixel of all images at once
