@@ -185,17 +185,20 @@ def _main(row: GpuRow, device: str, seconds: float) -> None:
 def forked(log: Path, limit_s: float, work: Callable[[], None]) -> str:
     """Runs the work in another process, which prints into ``log``; how it ended, '' if well.
 
-    The process leads a group, which is ended with it: engines are processes, too.
+    The process leads a group, which is ended with it: engines are processes, too. SIGTERM ends both
+    and raises SystemExit.
     """
     process = multiprocessing.get_context("fork").Process(target=_logged, args=(log, work))
-    process.start()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        process.start()
         process.join(limit_s)
         if process.exitcode is None:
             return f"stopped after its {limit_s:.0f} s"
         return f"exit code {process.exitcode}" if process.exitcode else ""
     finally:
         _end(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: Any) -> None:
@@ -211,6 +214,7 @@ def _end(process: Any) -> None:
 
 def _logged(log: Path, work: Callable[[], None]) -> None:
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 from async_opd.cli import main
 from async_opd.tools.qualify import command, harness, rows
 from async_opd.tools.qualify.rows import Bound, GpuRow
+from tests.processes.test_signals import is_gone
 from tests.world.cli import Cli
 
 HERE: dict[str, Any] = {
@@ -285,3 +287,16 @@ def test_a_folder_in_place_of_the_report_is_refused(tmp_path: Path, cli: Cli) ->
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path, cli: Cli) -> None:
     printed = cli("qualify", "--out", tmp_path / "no" / "report.json", code=2)
     assert "cannot be written" in printed.err
+
+
+def test_sigterm_ends_a_row_with_all_that_it_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def work() -> None:
+        print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+
+    with pytest.raises(SystemExit):
+        harness.forked(log, 60, work)
+    assert is_gone(int(log.read_text()))
