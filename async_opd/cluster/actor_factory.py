@@ -306,6 +306,13 @@ class ActorFactory:
         found = await gather_or_cancel(*(remote.displaced() for remote in self.started))
         return next(filter(None, found), None)
 
+    def drop(self, remote: Remote) -> None:
+        """Kills a process without which the start goes on: it is not the cause of other errors."""
+        remote.kill()
+        for known in (self.started, self.engines):
+            if remote in known:
+                known.remove(remote)
+
     async def end(self) -> None:
         """Ends all that it started, and forgets it: all can be started again."""
         for stage in self.stages:
@@ -358,14 +365,14 @@ class ActorFactory:
                     else:
                         await self._build_after_guests(bundle[0], [bundle[1]], build)
             except BaseException:
-                remote.kill()
-                self.started.remove(remote)  # its lost machine is not the error of others
+                self.drop(remote)
                 raise
             self.engines.append(remote)  # an actor without an object can only be killed
             return remote
 
         if guest:
-            return await self.bundles.while_placed(actor.name, bundle, started())
+            units = self.bundles.units_with(*bundle)
+            return await self.bundles.while_placed(actor.name, units, started())
         return await started()
 
     def _waiting(self, name: str) -> AbstractContextManager[None]:

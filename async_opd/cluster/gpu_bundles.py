@@ -91,34 +91,44 @@ class GpuBundles:
                     return PlacementGroupSchedulingStrategy(group, number)
         return None
 
-    async def while_placed(
-        self, name: str, of: tuple[str, int], start: Coroutine[Any, Any, Started]
-    ) -> Started:
-        """The started process ``name`` in the bundle of a pool and index.
+    def units_with(self, pool: str, *indices: int) -> tuple[Unit, ...]:
+        """The units with a bundle of the pool; with one of these ``indices``, if there are any."""
+        return tuple(
+            unit
+            for unit in self.units
+            if any(
+                one.pool == pool and one.index in (indices or (one.index,)) for one in unit.bundles
+            )
+        )
 
-        Displaced once the bundle has no place: the start does not wait for another one.
+    async def while_placed(
+        self, name: str, units: Collection[Unit], start: Coroutine[Any, Any, Started]
+    ) -> Started:
+        """The started process ``name`` in these units, or what needs them all.
+
+        Displaced once one of them has no place: the start does not wait for another one.
         """
-        units = (unit for unit in self.units for one in unit.bundles if of == (one.pool, one.index))
-        if (unit := next(units, None)) is None:
+        if not units:
             return await start
 
         async def lost() -> NoReturn:
-            while await self._has_place(unit):  # noqa: ASYNC110
+            while await self._have_places(units):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
             raise _gone(name)
 
         try:
             return await race(start, lost())
         except StageError as error:
-            if isinstance(error, Displaced) or await self._has_place(unit):
+            if isinstance(error, Displaced) or await self._have_places(units):
                 raise
             raise _gone(name) from error
 
-    async def _has_place(self, unit: Unit) -> bool:
-        """Whether the unit is on a node; True while the head does not answer."""
-        with suppress(StageError):
+    async def _have_places(self, units: Collection[Unit]) -> bool:
+        """Whether all of these units are on nodes; True while the head does not answer."""
+        with suppress(StageError, ray.exceptions.RayError):
             await nodes()
-            return (await asyncio.to_thread(self.asked, [unit])).get(unit) is not None
+            found = await asyncio.to_thread(self.asked, units)
+            return all(found.get(unit) is not None for unit in units)
         return True
 
     @property

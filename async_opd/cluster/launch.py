@@ -382,11 +382,9 @@ async def _while_ranks_are_placed(
 
     The processes beside it, and those that join its sync group, would wait for its next one.
     """
-    build, bundles = _build(actor_factory, watch), actor_factory.bundles
-    for unit in bundles.units:
-        if unit.pool == RANKS:
-            build = bundles.while_placed("trainer", (RANKS, unit.bundles[0].index), build)
-    return await build
+    bundles = actor_factory.bundles
+    ranks = bundles.units_with(RANKS)
+    return await bundles.while_placed("trainer", ranks, _build(actor_factory, watch))
 
 
 async def _if_placed(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -79,7 +79,7 @@ class RollouterActor(SingletonActor):
         bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
         waits = actor_factory.waits
         with waits.on("the replicas of the student", actor_factory.config.timeouts.request_s):
-            ready = (_ready(student, actor_factory.notify) for student in students)
+            ready = (_ready(student, actor_factory) for student in students)
             replicas = await gather_or_cancel(*ready)
         rollouter = cls(remote, actor_factory, replicas, *stages)
         with waits.on(f"{remote.name} to start", bound):
@@ -91,9 +91,10 @@ class RollouterActor(SingletonActor):
             try:
                 await Deadline(remote.name).within(bound, what, connecting, remedy)
             except StageError:
-                members = students[: actor_factory.config.rollout.max_replicas]
-                asked = (one.displaced() for one in members if one is not None)
-                lost = list(filter(None, await gather_or_cancel(*asked)))
+                members = replicas[: actor_factory.config.rollout.max_replicas]
+                there = [cast(StudentProxy, one.student) for one in members if one is not None]
+                found = await gather_or_cancel(*(student.displaced() for student in there))
+                lost = [one for one in found if one is not None]
                 if not lost or await rollouter.trainer.remote.displaced() is not None:
                     raise
                 which = f"{lost[0].stage}: {lost[0].cause}"
@@ -236,7 +237,7 @@ class RollouterActor(SingletonActor):
 
 
 async def _ready(
-    student: StudentProxy | None, notify: Callable[[str], None]
+    student: StudentProxy | None, actor_factory: ActorFactory
 ) -> StartedReplica | None:
     """None for one whose machine is lost: the stage orders another one."""
     if student is None:
@@ -246,5 +247,6 @@ async def _ready(
     except StageError:
         if (lost := await student.displaced()) is None:
             raise
-        notify(f"{lost.stage}: it is started later: {lost.cause}")
+        actor_factory.drop(student.remote)
+        actor_factory.notify(f"{lost.stage}: it is started later: {lost.cause}")
         return None

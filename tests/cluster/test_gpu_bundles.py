@@ -56,9 +56,17 @@ async def test_a_start_does_not_wait_for_a_place_that_is_lost(
 ) -> None:
     monkeypatch.setattr(gpu_bundles, "POLL_S", 0.001)
     bundles = Bundles()
-    asyncio.get_running_loop().call_later(0.01 * later, bundles.there.clear)
+    asyncio.get_running_loop().call_later(0.01 * later, bundles.there.discard, SECOND)
     with pytest.raises(Displaced):
-        await asyncio.wait_for(bundles.while_placed("student/1", ("rollout", 1), never()), 5)
+        await asyncio.wait_for(bundles.while_placed("trainer", (FIRST, SECOND), never()), 5)
+
+
+def test_units_are_found_by_their_pool_and_their_bundles() -> None:
+    bundles = Bundles()
+    pool, index = SECOND.bundles[0].pool, SECOND.bundles[0].index
+    assert bundles.units_with(pool, index) == (SECOND,)
+    assert bundles.units_with(pool) == (FIRST, SECOND)
+    assert bundles.units_with("eval") == ()
 
 
 GUEST = {"model": "t", "placement": "colocated", "with": "rollout"}

@@ -480,6 +480,23 @@ async def test_an_engine_that_is_left_out_of_a_start_is_not_the_cause_of_another
     assert await made.displaced() is None
 
 
+async def test_the_end_of_a_start_kills_stages_before_engines_are_shut_down() -> None:
+    made = ActorFactory(config(5), "cpu", (), Factories(), print)
+    events: list[str] = []
+
+    def process(name: str) -> Any:
+        async def call(method: str, timeout_s: float) -> None:
+            events.append(f"{method} of {name}")
+
+        return SimpleNamespace(call=call, kill=lambda: events.append(f"kill of {name}"))
+
+    engine, stage = process("student/0"), process("scorer")
+    made.started, made.engines, made.stages = [engine, stage], [engine], [stage]
+    await made.end()
+    assert events[:2] == ["kill of scorer", "shutdown of student/0"]
+    assert (made.started, made.engines, made.stages) == ([], [], [])
+
+
 async def test_a_start_that_fails_on_machines_that_live_does_not_begin_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -493,7 +510,7 @@ async def test_a_start_that_fails_on_machines_that_live_does_not_begin_again(
 class Reserved(GpuBundles):
     """All units of a config, on GPUs that nothing asks for."""
 
-    async def strategy(self, pool: str, index: int) -> None:
+    async def strategy(self, name: str, pool: str, index: int) -> None:
         """Any place."""
 
 

@@ -271,7 +271,7 @@ async def test_a_machine_that_is_lost_when_all_is_started_is_replaced_before_the
     try:
         stages = await asyncio.wait_for(race(watch.run(), _started(made, watch)), 3 * BOUND_S)
         again = [line for line in lines if "the start begins again" in line]
-        assert len(again) == (pool == "train")
+        assert bool(again) == (pool == "train")
         assert stages.singletons.trainer.remote.node not in lost
     finally:
         await made.close()

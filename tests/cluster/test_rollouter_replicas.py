@@ -277,7 +277,9 @@ class Starting(Actor):
         super().__init__()
         self.answer = answer
         self.stages: list[Any] = []
+        self.dropped: list[Any] = []
         self.notify = self.asked.append
+        self.drop = self.dropped.append
         self.waits = Waits(self.asked.append)
         timeouts = self.config.timeouts.model_copy(update={"engine_start_s": 0.05})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
@@ -337,6 +339,13 @@ class TestStart:
         made, lines = await self.starts(broken, Engine("student/0"), Engine("student/1", lost=True))
         assert lines[-1] == ("the first weight sync connects the others: student/1: gpu-b is lost")
         assert len(made.engines) == 2  # supervision finds the dead one
+
+    async def test_an_error_of_a_sync_group_without_the_lost_student_ends_the_launch(self) -> None:
+        broken = WeightSyncError("weight sync", "student/0 did not connect")
+        with pytest.raises(WeightSyncError, match="student/0 did not connect"):
+            await self.starts(
+                broken, Engine("student/0"), Engine("student/1", lost=True, ready=False)
+            )
 
     async def test_a_sync_group_without_the_trainer_ends_the_launch(self) -> None:
         broken = WeightSyncError("weight sync", "student/1 did not connect")

@@ -69,6 +69,7 @@ class Cluster:
 
 
 MOVED = ray.exceptions.ActorPlacementGroupRemoved()
+FLICKER = ray.exceptions.RpcError("connection reset")
 NONE = ValueError("no actor of this name")
 
 
@@ -79,7 +80,9 @@ async def test_a_host_that_lives_is_asked_and_no_task(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "first", [UNREACHABLE, NONE, MOVED], ids=["cut off", "created meanwhile", "without a place"]
+    "first",
+    [UNREACHABLE, FLICKER, NONE, MOVED],
+    ids=["cut off", "network", "created meanwhile", "without a place"],
 )
 async def test_a_host_that_answers_later_is_found_while_a_task_waits_for_its_gpus(
     first: Exception, monkeypatch: pytest.MonkeyPatch

@@ -408,6 +408,27 @@ class TestEvaluators:
         assert [one.version for one in own] == [1, 1]
         assert self.sender.worlds == [2, 2, 2]
 
+    async def test_a_snapshot_waits_for_groups_that_connect_beyond_their_callers_bound(
+        self,
+    ) -> None:
+        events: list[str] = []
+        slow, come = Receiver(events), asyncio.Event()
+        join = slow.join
+
+        async def late(*given: Any) -> None:
+            await come.wait()
+            await join(*given)
+
+        slow.join = late  # type: ignore[method-assign]
+        weights = sync(events, [slow])
+        connecting = asyncio.create_task(weights.connect())
+        await settle()
+        sending = asyncio.create_task(weights.snapshot(1))
+        await settle()
+        assert not sending.done()
+        come.set()
+        await asyncio.wait_for(asyncio.gather(connecting, sending), 5)
+
     async def test_a_refresh_leaves_the_group_of_the_rollout_replicas_connected(self) -> None:
         coordinator = self.made(Receiver(), Receiver())
         for version in (1, 2, 3):

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,19 +189,38 @@ def forked(log: Path, limit_s: float, work: Callable[[], None]) -> str:
     and raises SystemExit.
     """
     process = multiprocessing.get_context("fork").Process(target=_logged, args=(log, work))
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        process.start()
+        with _sigterm_later():
+            process.start()
         process.join(limit_s)
         if process.exitcode is None:
             return f"stopped after its {limit_s:.0f} s"
         return f"exit code {process.exitcode}" if process.exitcode else ""
     finally:
-        _end(process)
-        signal.signal(signal.SIGTERM, before)
+        with _sigterm_later():
+            _end(process)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would leave the group alive
+    sys.exit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def _sigterm_later() -> Iterator[None]:
+    """SIGTERM comes after the block, and not to a process between its fork and its group's end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _end(process: Any) -> None:
+    if process.pid is None:
+        return  # it did not start
     for sent in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sent)
@@ -215,6 +234,7 @@ def _end(process: Any) -> None:
 def _logged(log: Path, work: Callable[[], None]) -> None:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
