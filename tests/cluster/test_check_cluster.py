@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,12 +146,14 @@ def test_without_a_named_cluster_it_is_bad_input(
 
 
 @pytest.mark.engine
-def test_a_cluster_that_is_not_running_is_a_failure_with_a_remedy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("gcs_rpc_server_connect_timeout_s", "py_gcs_connect_timeout_s"):
-        monkeypatch.setenv(f"RAY_{name}", "1")
-    assert check("cluster.address=127.0.0.1:9") == 1
-    shown = capsys.readouterr().err
-    assert "the cluster at '127.0.0.1:9' did not answer" in shown
-    assert "check cluster.address" in shown
+def test_a_cluster_that_is_not_running_is_a_failure_with_a_remedy() -> None:
+    given = ["check", str(EXAMPLE), *FEW, "--cluster", "cluster.address=127.0.0.1:9"]
+    names = ("gcs_rpc_server_connect_timeout_s", "py_gcs_connect_timeout_s")
+    soon = {"RAY_NUM_REDIS_GET_RETRIES": "1", **{f"RAY_{name}": "1" for name in names}}
+    command = [sys.executable, "-m", "async_opd", *given]  # Ray reads these when it is imported
+    done = subprocess.run(
+        command, env={**os.environ, **soon}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "the cluster at '127.0.0.1:9' did not answer" in done.stderr
+    assert "check cluster.address" in done.stderr
