@@ -102,7 +102,8 @@ SIMULATED = [
     "rollout.n=1",
     "queue.payloads=reference",
     "cluster.device=cpu",
-    "plan.train.overhead_s=1",
+    "plan.train.overhead_s=3",
+    "async.staleness_threshold=2",  # the trainer leases two batches, and others wait behind them
     "checkpoint.every=null",
     "checkpoint.every_steps=2",
     TEACHERS,
@@ -110,9 +111,9 @@ SIMULATED = [
 
 
 def until_scored(directory: Path) -> None:
-    """Waits for a row with scored samples that wait in the queue."""
-    deadline = time.monotonic() + BOUND_S
-    while not any(Run(0, "", directory, []).values("queue/scored/ready")[-1:]):
+    """Waits for a step that has just ended with two batches of scores behind those leased."""
+    run, deadline = Run(0, "", directory, []), time.monotonic() + BOUND_S
+    while not any(row.get("queue/scored/ready", 0) >= 32 for row in run.metrics[-1:]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
