@@ -319,7 +319,7 @@ class ActorFactory:
             stage.kill()  # what it rebuilt dies with it; one without an object answers no shutdown
         self.stages.clear()
         await self.close()
-        for known in (self.started, self.stages, self.engines, self.colocated):
+        for known in (self.started, self.engines, self.colocated):
             known.clear()
         self.barriers = Barriers()
 

@@ -438,7 +438,7 @@ async def test_a_start_begins_again_only_so_often(monkeypatch: pytest.MonkeyPatc
 async def test_a_start_begins_again_once_the_trainer_has_no_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is beside the trainer, or joins it, would wait for its next place."""
+    """The processes beside it, and those of its sync group, would wait for its next place."""
     made = Starting(monkeypatch)
     bundles = OneUnit(units=(Unit((Bundle("train", 0, 1),)),), there=[True])
     made.factory.bundles = bundles
