@@ -14,7 +14,7 @@ from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.gpu_memory import faults
 from async_opd.checks.image_families import check_families
 from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
-from async_opd.checks.models import ModelChecks, check_templates
+from async_opd.checks.models import ModelChecks
 from async_opd.checks.precision import check_precision
 from async_opd.checks.resources import gpu_count, misplaced, pools, refuse_client, resolve_device
 from async_opd.checks.room import Room
@@ -26,6 +26,7 @@ from async_opd.checks.student import (
     cold_start_rows,
     given_answers,
 )
+from async_opd.checks.templates import check_templates
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.environment import ENVIRONMENT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.checks.models import check_turns
+from async_opd.checks.templates import check_turns
 from async_opd.core.errors import Findings
 from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.models.tokenizer import Text
