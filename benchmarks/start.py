@@ -122,7 +122,7 @@ def engine(model: str) -> None:
     """An engine with the settings of the quickstart's rollouts, as an actor starts it."""
     from async_opd.config.sections.engine import EngineConfig
     from async_opd.models.engine_args import engine_env, engine_kwargs
-    from async_opd.processes.engine_workers import forked_engine
+    from async_opd.processes.forked_engine import forked_engine
 
     os.environ.update(engine_env("cpu"), ASYNC_OPD_ACTOR=model)
     from vllm import AsyncEngineArgs

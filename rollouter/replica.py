@@ -40,7 +40,8 @@ from async_opd.media.engine_prompts import EnginePrompt
 from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
 from async_opd.models.processor import prompts_of
 from async_opd.observability.activity import Activity
-from async_opd.processes.engine_workers import ExitWatch, forked_engine, on_workers
+from async_opd.processes.engine_workers import ExitWatch, on_workers
+from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import Gate, race
 from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
 from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta

@@ -25,7 +25,8 @@ from async_opd.core.uid import Uid, rollout_uid
 from async_opd.environments.episode import EpisodePlayer
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
-from async_opd.processes.engine_workers import forked_engine, on_workers
+from async_opd.processes.engine_workers import on_workers
+from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import gather_or_cancel
 from teachers.meter import ScoringMeter
 from teachers.scoring import RequestScoring

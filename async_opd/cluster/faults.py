@@ -18,7 +18,7 @@ import ray
 from ray import exceptions as found
 
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, first_cause
-from async_opd.processes.output import error_lines
+from async_opd.processes.last_lines import error_lines
 
 MAX_SHOWN_CHARACTERS = 500
 """Characters of Ray's message in an error."""

@@ -1,4 +1,4 @@
-"""What ``async_opd.processes.engine_workers`` asks of vLLM, in ``vllm.v1.engine.utils``."""
+"""What ``async_opd.processes.forked_engine`` asks of vLLM, in ``vllm.v1.engine.utils``."""
 
 from __future__ import annotations
 

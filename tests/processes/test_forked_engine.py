@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from async_opd.processes.engine_workers import forked_engine
+from async_opd.processes.forked_engine import forked_engine
 from tests.processes.test_signals import is_gone
 
 PROGRAM = """
 import multiprocessing, os, time
 from types import SimpleNamespace
-from async_opd.processes.engine_workers import forked_engine
+from async_opd.processes.forked_engine import forked_engine
 
 def engine():
     print(os.getpid(), flush=True)

@@ -17,7 +17,7 @@ from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.faults import last_error_lines
 from async_opd.cluster.remote import Remote
 from async_opd.core.errors import EngineStartError, StageError
-from async_opd.processes.output import LOG_BYTES, MAX_LINE_CHARACTERS
+from async_opd.processes.last_lines import LOG_BYTES, MAX_LINE_CHARACTERS
 
 PROCESS = "0a" * 28
 NAME = f"worker-{PROCESS}-01000000-77"
