@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.cluster.gpu_bundles import GpuBundles
+from async_opd.cluster.placement.gpu_bundles import GpuBundles
 from async_opd.cluster.rollouter_actor import (
     Predecessor,
     RollouterService,

@@ -3,7 +3,7 @@
     unit: GPUs that have to be on one node ──assign──► node
       └─ bundle: the GPUs of one process, its colocated teachers included
 
-``async_opd.cluster.gpu_bundles`` reserves what is planned here.
+``async_opd.cluster.placement`` reserves what is planned here.
 """
 
 from __future__ import annotations

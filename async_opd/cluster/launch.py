@@ -33,8 +33,11 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.gpu_plan import RANKS
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
-from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, names, reserve
 from async_opd.cluster.node_checks import ComparedNodes, check_nodes
+from async_opd.cluster.placement.by_importance import Placement, any_node
+from async_opd.cluster.placement.gpu_bundles import GpuBundles, names
+from async_opd.cluster.placement.nodes import gpu_nodes
+from async_opd.cluster.placement.reserving import cpu_places, reserve
 from async_opd.cluster.proxies import (
     QueueProxy,
     ReplayerProxy,
@@ -49,7 +52,7 @@ from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import joining, ray_session
 from async_opd.cluster.singleton_actors import QueueActor
 from async_opd.cluster.supervision import SingletonActors
-from async_opd.cluster.watching import ClusterWatch, Placement, any_node
+from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import Displaced, HeadLost, StageError, first_cause

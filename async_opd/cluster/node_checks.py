@@ -23,7 +23,9 @@ from async_opd.checks.gpu_plan import GpuNode
 from async_opd.checks.nodes import AGREED, NodeReport, Probe, files_of, node_problems, report
 from async_opd.cluster.actor_shell import shared_environment
 from async_opd.cluster.faults import to_stage_error
-from async_opd.cluster.gpu_bundles import cluster_nodes, names, planned
+from async_opd.cluster.placement.gpu_bundles import names
+from async_opd.cluster.placement.nodes import cluster_nodes
+from async_opd.cluster.placement.reserving import planned
 from async_opd.cluster.remote import START_KEY
 from async_opd.cluster.session import joining, ray_session
 from async_opd.config.registry import TRANSPORTS as BUILT_IN

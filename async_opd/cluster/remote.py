@@ -21,15 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.cluster.actor_shell import ACTOR, ActorPlacement, ActorShell, own_place
 from async_opd.cluster.faults import NODE, last_error_lines, to_stage_error
-from async_opd.cluster.watching import (
-    PLACED,
-    POLL_S,
-    REMOVED,
-    Node,
-    group_state,
-    lost_node,
-    nodes,
-)
+from async_opd.cluster.placement.gpu_bundles import PLACED, REMOVED, group_state
+from async_opd.cluster.placement.nodes import POLL_S, Node, lost_node, nodes
 from async_opd.config.sections.cluster import ClusterConfig
 from async_opd.core.errors import (
     Displaced,

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from async_opd.cluster import actor_names
-from async_opd.cluster.gpu_bundles import GpuBundles
+from async_opd.cluster.placement.gpu_bundles import GpuBundles
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Displaced, StageError
 from async_opd.core.reports import Events, Progress, StageReport, SyncReport

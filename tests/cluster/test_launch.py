@@ -12,12 +12,12 @@ import pytest
 
 from async_opd.checks.gpu_plan import Bundle, Unit, units
 from async_opd.checks.resources import pools
-from async_opd.cluster import gpu_bundles
 from async_opd.cluster.actor_factory import ActorFactory, Factories, _RebuildTeacher
 from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement
-from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.launch import _build, _started
+from async_opd.cluster.placement import gpu_bundles
+from async_opd.cluster.placement.gpu_bundles import GpuBundles
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.cluster.remote import Remote
 from async_opd.cluster.watching import ClusterWatch

@@ -16,11 +16,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks.resources import gpus_of_cluster
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
-from async_opd.cluster.gpu_bundles import gpu_nodes, names, reserve
 from async_opd.cluster.launch import _started
+from async_opd.cluster.placement.by_importance import Placement
+from async_opd.cluster.placement.gpu_bundles import names
+from async_opd.cluster.placement.nodes import gpu_nodes
+from async_opd.cluster.placement.reserving import reserve
 from async_opd.cluster.remote import Remote
 from async_opd.cluster.rollouter_replicas import RollouterActor
-from async_opd.cluster.watching import ClusterWatch, Placement
+from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
     ConfigError,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from async_opd.checks.gpu_plan import Bundle, Unit
-from async_opd.cluster import gpu_bundles, session
+from async_opd.cluster import session
 from async_opd.cluster.launch import launch, launch_evaluators
 from async_opd.cluster.session import SLOW_AGENT, STARTS, TOO_SLOW, ray_session
 from async_opd.config.load import load_config
@@ -186,16 +185,3 @@ async def test_a_runtime_env_that_conflicts_with_that_of_the_job_is_an_error_of_
     assert isinstance(error, StageError)
     assert "Failed to merge" in error.cause
     assert "runtime_env" in error.remedy
-
-
-def test_the_table_of_a_cluster_without_gpus_has_its_nodes_and_names_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    node = {"NodeID": "a", "Alive": True, "NodeManagerHostname": "n", "Resources": {"CPU": 2.0}}
-    monkeypatch.setattr(ray, "nodes", lambda: [node | {"NodeManagerAddress": "10.0.0.1"}])
-    monkeypatch.setattr(ray._private.state, "available_resources_per_node", dict)
-    monkeypatch.setattr(gpu_bundles, "draining_nodes", frozenset)
-    units = [Unit((Bundle("rollout", 0, 1),))]
-    (problem,) = gpu_bundles._too_small(units, gpu_bundles.gpu_nodes()).problems
-    assert problem.message.splitlines()[-1].split() == ["n", "(10.0.0.1)", "0", "0"]
-    assert "cluster.device: cpu" in problem.remedy

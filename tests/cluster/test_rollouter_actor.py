@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.cluster.gpu_bundles import GpuBundles
+from async_opd.cluster.placement.gpu_bundles import GpuBundles
 from async_opd.cluster.rollouter_actor import (
     Orders,
     Predecessor,

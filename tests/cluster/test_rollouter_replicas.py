@@ -13,8 +13,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.launch import LaunchedStages
+from async_opd.cluster.placement.gpu_bundles import GpuBundles
 from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.core.errors import (

@@ -21,12 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_opd.checks import nodes
 from async_opd.checks.gpu_plan import units
 from async_opd.checks.resources import pools
-from async_opd.cluster import actor_names, gpu_bundles
+from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.actor_shell import ActorPlacement
-from async_opd.cluster.gpu_bundles import GpuBundles, cpu_places, gpu_nodes, reserve
 from async_opd.cluster.node_checks import check_nodes
+from async_opd.cluster.placement import reserving
+from async_opd.cluster.placement.gpu_bundles import GpuBundles
+from async_opd.cluster.placement.nodes import gpu_nodes
+from async_opd.cluster.placement.reserving import cpu_places, reserve
 from async_opd.cluster.remote import Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError
@@ -246,9 +249,9 @@ async def test_of_two_runs_that_start_at_the_same_moment_each_gets_all_of_its_gp
 ) -> None:
     """The second looks at the cluster before Ray has given the first one its GPUs."""
     first = await reserve(config(), print)
-    monkeypatch.setattr(gpu_bundles, "TOGETHER_S", 0.5)
+    monkeypatch.setattr(reserving, "TOGETHER_S", 0.5)
     looks = [[replace(node, free=8) for node in gpu_nodes()]]
-    monkeypatch.setattr(gpu_bundles, "gpu_nodes", lambda: looks.pop() if looks else gpu_nodes())
+    monkeypatch.setattr(reserving, "gpu_nodes", lambda: looks.pop() if looks else gpu_nodes())
     lines: list[str] = []
     waits = asyncio.Event()
 

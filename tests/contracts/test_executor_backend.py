@@ -1,6 +1,6 @@
 """vLLM's executor in a Ray placement group: ``vllm.config.parallel.ParallelConfig.__post_init__``.
 
-An engine of several GPUs lies in a placement group (``async_opd.cluster.gpu_bundles``). vLLM would
+An engine of several GPUs lies in a placement group (``async_opd.cluster.placement``). vLLM would
 start its workers as Ray actors there, which find no free GPU: the engine's actor has them all.
 """
 

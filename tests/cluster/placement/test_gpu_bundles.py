@@ -10,9 +10,9 @@ import pytest
 
 from async_opd.checks.gpu_plan import Bundle, Unit, units
 from async_opd.checks.resources import pools
-from async_opd.cluster import gpu_bundles
-from async_opd.cluster.gpu_bundles import GpuBundles, PoolPlaces
-from async_opd.cluster.watching import Node
+from async_opd.cluster.placement import gpu_bundles
+from async_opd.cluster.placement.gpu_bundles import GpuBundles, PoolPlaces
+from async_opd.cluster.placement.nodes import Node
 from async_opd.core.errors import Displaced
 from tests.world.config import run_config
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from async_opd.checks.gpu_plan import Bundle, GpuNode, Unit
-from async_opd.cluster.gpu_bundles import names
-from async_opd.cluster.watching import Placement
+from async_opd.cluster.placement.by_importance import Placement
+from async_opd.cluster.placement.gpu_bundles import names
 from async_opd.core.errors import StageError
 from async_opd.waiting.waits import EVERY_S, Waits
 from tests.world.clock import ManualTimer

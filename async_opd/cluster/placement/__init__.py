@@ -1,0 +1,1 @@
+"""The cluster's nodes, GPUs or places that are reserved on them, and their order after a loss."""
