@@ -19,7 +19,8 @@ from async_opd.checks.gpu_plan import RANKS
 from async_opd.checks.resources import Pool, guests_of, hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name
-from async_opd.cluster.actor_shell import ActorPlacement, shared_environment
+from async_opd.cluster.actor_shell import ActorPlacement
+from async_opd.cluster.network import shared_environment
 from async_opd.cluster.node_checks import ComparedNodes
 from async_opd.cluster.payloads.stores import NodeStores
 from async_opd.cluster.placement.gpu_bundles import GpuBundles, PoolPlaces

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.checks.gpu_plan import GpuNode
 from async_opd.checks.nodes import AGREED, NodeReport, Probe, files_of, node_problems, report
-from async_opd.cluster.actor_shell import shared_environment
 from async_opd.cluster.faults import to_stage_error
+from async_opd.cluster.network import shared_environment
 from async_opd.cluster.placement.gpu_bundles import names
 from async_opd.cluster.placement.nodes import cluster_nodes
 from async_opd.cluster.placement.reserving import planned

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from async_opd.cluster.actor_shell import own_address
+from async_opd.cluster.network import own_address
 from async_opd.cluster.proxies import NO_TIMEOUT
 from async_opd.cluster.remote import Remote
 from async_opd.config.precision import SCHEMES

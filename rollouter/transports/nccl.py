@@ -137,7 +137,7 @@ class NcclSender(chunks.Sender):
     def listen(self) -> tuple[str, int, bytes]:
         """Makes the group's unique id; NCCL listens from now on, where NCCL_SOCKET_IFNAME says.
 
-        It is the loopback in a local run, else see ``cluster.actor_shell.name_interface``.
+        It is the loopback in a local run, else see ``cluster.network.name_interface``.
         """
         keep_inductor_config()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary

@@ -30,7 +30,7 @@ def joins(rank: int, address: str) -> None:
     import ray
     import torch
 
-    from async_opd.cluster.actor_shell import name_interface, own_address
+    from async_opd.cluster.network import name_interface, own_address
     from async_opd.config.sections.cluster import ClusterConfig
     from rollouter.transports.gloo import GlooReceiver, GlooSender
     from trainer.rank_group import RankSpec

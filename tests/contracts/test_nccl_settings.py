@@ -1,6 +1,6 @@
 """vLLM leaves alone what both ends of the weight sync's NCCL communicator have to have in common.
 
-Every process gets the driver's ``NCCL_`` variables (``async_opd.cluster.actor_shell``). An engine
+Every process gets the driver's ``NCCL_`` variables (``async_opd.cluster.network``). An engine
 that changed one of ``AGREED`` by itself would hang or fail in the first broadcast, as with
 ``NCCL_CUMEM_ENABLE``, which earlier versions of vLLM set. Nothing is imported from vLLM here.
 """

@@ -9,13 +9,9 @@ from typing import Any, cast
 import pytest
 import ray
 
-from async_opd.cluster import actor_shell
-from async_opd.cluster.actor_shell import (
-    ActorShell,
-    name_interface,
-    own_address,
-    shared_environment,
-)
+from async_opd.cluster import network
+from async_opd.cluster.actor_shell import ActorShell
+from async_opd.cluster.network import name_interface, own_address, shared_environment
 from async_opd.config.sections.cluster import ClusterConfig
 from async_opd.core.errors import StageError
 from async_opd.models.engine_args import LOOPBACK
@@ -46,7 +42,7 @@ def debian(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_is_reached_at_the_address_of_its_cluster(
     monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig, address: str
 ) -> None:
-    monkeypatch.setattr(actor_shell, "interface_address", {"ib0": "10.1.0.7"}.__getitem__)
+    monkeypatch.setattr(network, "interface_address", {"ib0": "10.1.0.7"}.__getitem__)
     assert own_address(cluster) == address
 
 
@@ -74,7 +70,7 @@ def test_variables_of_the_config_come_in_place_of_the_drivers_but_not_of_the_loo
 @pytest.fixture
 def eth0(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interface that has the node's address."""
-    monkeypatch.setattr(actor_shell, "interface_of", {"10.0.0.7": "eth0"}.__getitem__)
+    monkeypatch.setattr(network, "interface_of", {"10.0.0.7": "eth0"}.__getitem__)
 
 
 @pytest.mark.usefixtures("eth0")
@@ -93,7 +89,7 @@ def test_collectives_use_the_interface_of_the_nodes_address_unless_the_user_name
 def test_no_interface_is_looked_for_where_one_is_named(
     monkeypatch: pytest.MonkeyPatch, cluster: ClusterConfig
 ) -> None:
-    monkeypatch.setattr(actor_shell, "interface_of", pytest.fail)
+    monkeypatch.setattr(network, "interface_of", pytest.fail)
     given = shared_environment(cluster, {})
     named = dict(given)
     name_interface(given)
