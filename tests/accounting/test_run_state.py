@@ -1,10 +1,10 @@
-"""The driver's accounts: what belongs to a trainer's state, and going on from it."""
+"""The driver's accounts: the state of a trainer, going on from it, tokens that trained nothing."""
 
 from __future__ import annotations
 
 import pytest
 
-from async_opd.accounting.run_state import Cut, RunState
+from async_opd.accounting.run_state import Cut, RunState, Waste
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.reports import Captured, StepReport
@@ -64,3 +64,28 @@ def test_the_remainder_of_the_last_version_is_a_version() -> None:
     for step in (1, 2, 3):
         made.settle(StepReport(step, trained(step - 1), (), {}))
     assert made.cut(Captured(3)).version == 2
+
+
+def headers(*tokens: int) -> tuple[Header, ...]:
+    return tuple(Header(f"p{i}/0", n, 0, 0, "t") for i, n in enumerate(tokens))
+
+
+def report(*tokens: int, skipped: str = "", duplicated: float = 0.0) -> StepReport:
+    metrics = {"train/duplicate_tokens": duplicated}
+    return StepReport(1, headers(*tokens), (), metrics, skipped=skipped)
+
+
+def test_stale_dead_skipped_and_duplicated_tokens_are_wasted() -> None:
+    waste = Waste()
+    assert waste.metrics["waste/share"] == 0
+    waste.step(report(10, 20, duplicated=7.0))
+    assert waste.metrics["waste/duplicated_tokens"] == 7
+    waste.step(report(5, skipped="loss nan", duplicated=7.0))  # a sum already: not added again
+    waste.stale(headers(3, 5))
+    waste.dead += 2
+    assert waste.metrics == {
+        "waste/requeued_tokens": 8.0,
+        "waste/dead_tokens": 7.0,
+        "waste/duplicated_tokens": 7.0,
+        "waste/share": pytest.approx(22 / 52),
+    }

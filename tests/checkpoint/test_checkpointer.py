@@ -9,14 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.checkpointer import Checkpointer, state_s
 from async_opd.checkpoint.evaluated import EvaluatedSteps
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, StageTimeout
 from async_opd.core.reports import Captured
 from tests.checkpoint.test_store import cut
+from tests.world.config import run_config as config
 
 
 class Writes:
@@ -214,3 +217,11 @@ async def test_an_evaluation_that_is_cancelled_changes_no_value_afterwards(
     asyncio.get_running_loop().call_later(0.05, go_on.set)
     await asyncio.wait({noting})
     assert keeping.store.evaluated.values() == {4: 0.5}
+
+
+@pytest.mark.parametrize(("rate", "bound_s"), [(1.0, 607.5), (0.5, 615.0)])
+def test_the_time_of_12_bytes_each_is_added(rate: float, bound_s: float, tmp_path: Path) -> None:
+    save_file({"w": np.zeros((1024, 640), np.float16)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    made = config(student={"model": str(tmp_path)}, checkpoint={"min_mib_per_s": rate})
+    assert state_s(made) == bound_s

@@ -21,7 +21,7 @@ from async_opd.grading.graders import Grade
 from async_opd.pictures import MEDIA, Thumbnails
 from tests.conftest import make_rollout
 from tests.data.pictures import BLUE, RED
-from tests.pictures.test_folder import media
+from tests.pictures.test_pictures import media
 
 
 def files(folder: Path, most: int = 1 << 20, in_all: int = 1 << 30) -> EvaluationFiles:

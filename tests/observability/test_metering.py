@@ -10,7 +10,8 @@ from async_opd.core.reports import Interval, StageReport, StepReport
 from async_opd.core.samples import Header
 from async_opd.core.stages import TopicStats
 from async_opd.core.uid import is_traced
-from async_opd.observability.metering import Metering
+from async_opd.files.lines import MetricsRow
+from async_opd.observability.metering import Metering, between_reports, merge_reports
 
 
 def metered(start: float, now: float, **pools: tuple[float, float]) -> dict[str, float]:
@@ -142,3 +143,32 @@ def test_the_trace_gets_samples_of_steps_without_reports_with_the_next_reports()
     assert metering.traced(steps[0], {}) == {}
     found = metering.traced(steps[1], {"train": StageReport(busy=(Interval("step", 1, 3),))})
     assert [(one.start, one.sample) for one in found["train"]] == [(1, ""), (1, uid), (2, uid)]
+
+
+def test_a_pool_has_the_version_of_its_oldest_replica_and_waits_only_if_all_do() -> None:
+    merged = merge_reports(
+        [
+            StageReport(gauges={"version": 4.0}, waits_for="prompts"),
+            StageReport(gauges={"version": 3.0}, waits_for=""),
+        ]
+    )
+    assert (merged.gauges["version"], merged.waits_for) == (3.0, "")
+
+
+def rows_of(*reported: bool) -> list[MetricsRow]:
+    """One row a step, some of them with reports of pools."""
+    return [
+        MetricsRow(step, 0.0, {"perf/pools_s": 1.0} if has else {})
+        for step, has in enumerate(reported)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "kept"),
+    [(0, 6, [0, 1, 2, 3, 4]), (1, 6, [3, 4]), (3, 5, [3, 4]), (1, 4, [1, 2, 3]), (5, 6, [5])],
+)
+def test_steps_between_two_reports_are_those_that_the_reports_are_about(
+    start: int, end: int, kept: list[int]
+) -> None:
+    rows = rows_of(False, False, True, False, True, False)
+    assert [row.step for row in between_reports(rows, start, end)] == kept

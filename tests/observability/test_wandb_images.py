@@ -14,7 +14,7 @@ from async_opd.observability.wandb_sink import SampleTables
 from async_opd.pictures import MEDIA, Thumbnails, thumbnail_file
 from tests.data.pictures import BLUE, RED
 from tests.microscope.samples import record
-from tests.pictures.test_folder import media
+from tests.pictures.test_pictures import media
 
 
 def write_samples(run_dir: Path, **more: Any) -> list[Media]:

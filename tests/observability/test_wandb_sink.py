@@ -17,12 +17,22 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from async_opd.config.run_config import RunConfig
+from async_opd.microscope import MICROSCOPE, RecordWriter
 from async_opd.observability import wandb_sink
 from async_opd.observability.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
-from async_opd.observability.wandb_sink import AXES, MAX_ROWS, WandbSink
+from async_opd.observability.wandb_sink import (
+    AXES,
+    EVERY,
+    MAX_ROWS,
+    SAMPLES,
+    SampleTables,
+    WandbSink,
+    alert_of,
+)
 from tests import wandb_rows
+from tests.microscope.samples import record
 from tests.observability.test_wandb_images import write_samples
 from tests.world.config import run_config
 
@@ -320,3 +330,57 @@ def test_a_process_whose_wandb_hangs_comes_to_its_end(tmp_path: Path) -> None:
         done = subprocess.run(command, stdout=file, stderr=file, env=own, timeout=60, check=False)
     assert done.returncode == 0, said.read_text()
     assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("step 7: 90% of the responses are cut off (guardrail: 0.5)", "guardrail"),
+        ("rollback 1 of at most 3", "guardrail"),
+        ("student/0 is ejected: its process died", "a replica failed"),
+        ("teacher a/1 is gone for good: it died again", "a replica failed"),
+        ("failed: rollouter: its process died", "the run has failed"),
+        ("completed", None),
+        ("everything is up after 3 s", None),
+        ("interrupted", None),
+        ("wandb failed: a timeout (the run ", None),
+        ("teacher a/1 is being rebuilt", None),
+        ("teacher a/1 is rebuilt", None),
+        ("trainer: see below\n  failed: something", None),  # a quoted line of an engine
+    ],
+)
+def test_a_message_that_somebody_should_act_upon_is_an_alert(text: str, title: str | None) -> None:
+    found = alert_of(text)
+    assert (found and (found.title, found.text)) == (title and (title, text))
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> RecordWriter:
+    return RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 24)
+
+
+def test_generations_are_those_of_the_newest_recorded_step(
+    tmp_path: Path, writer: RecordWriter
+) -> None:
+    assert SampleTables(tmp_path).generations(100) is None  # without records
+    for step in (3, 5, 9):
+        writer.write(step, [record(f"p{step}/0", step=step)])
+    found = SampleTables(tmp_path).generations(8)
+    assert found is not None
+    assert [row[found.columns.index("uid")] for row in found.rows] == ["p5/0"]
+
+
+def test_generations_come_once_in_so_many_steps(tmp_path: Path, writer: RecordWriter) -> None:
+    tables, came = SampleTables(tmp_path), []
+    for step in range(1, 2 * EVERY + 2):
+        writer.write(step, [record(step=step)])
+        if tables.generations(step) is not None:
+            came.append(step)
+    assert came == [1, 1 + EVERY, 1 + 2 * EVERY]
+
+
+def test_a_table_has_at_most_so_many_rows(tmp_path: Path, writer: RecordWriter) -> None:
+    writer.write(1, [record(f"p{i}/0") for i in range(SAMPLES + 8)])
+    found = SampleTables(tmp_path).generations(1)
+    assert found is not None
+    assert len(found.rows) == SAMPLES

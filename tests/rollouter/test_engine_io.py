@@ -1,9 +1,9 @@
-"""The engine's final output becomes a rollout."""
+"""The engine's final output becomes a rollout; its seats for held rows, and how it rounds."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -64,3 +64,33 @@ def test_a_token_that_the_model_does_not_have_is_refused_before_the_engine() -> 
     refuse_foreign_tokens(prompt, "p/0", highest + 1)
     with pytest.raises(RolloutFault, match=f"p/0: .* to {highest}, the model has {highest}"):
         refuse_foreign_tokens(prompt, "p/0", highest)
+
+
+@pytest.mark.parametrize(
+    ("given", "seats"),
+    [
+        ({"max_num_seqs": 64}, 70),
+        ({"max_num_seqs": 1}, 1),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 66}, 66),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 8192}, 70),
+    ],
+)
+def test_held_rows_have_seats_where_vllm_takes_them(given: dict[str, Any], seats: int) -> None:
+    """vLLM refuses more seats than tokens of a step; one seat keeps a response's batch its own."""
+    from rollouter.engine_io import with_seats
+
+    assert with_seats(given)["max_num_seqs"] == seats
+
+
+@pytest.mark.parametrize(("cuda", "rounding"), [(False, 2.0**-24), (True, 2.0**-11)])
+def test_a_float32_engine_rounds_to_tf32_on_a_gpu(
+    cuda: bool, rounding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from rollouter import engine_io
+
+    engine = SimpleNamespace(quant_config=None, model_config=SimpleNamespace(dtype=torch.float32))
+    platform = SimpleNamespace(is_cuda=lambda: cuda)
+    monkeypatch.setattr(engine_io, "current_platform", platform)
+    assert engine_io.rounding_of(cast(Any, engine)) == rounding

@@ -27,7 +27,7 @@ from async_opd.observability.sinks import Summary
 from async_opd.tools.export import without_folders
 from tests.checkpoint.test_store import cut
 from tests.trainer.models import tiny_model
-from tests.trainer.test_checkpoint_model import LORA, checkpoint_of, config_of, trained
+from tests.trainer.test_export import LORA, checkpoint_of, config_of, trained
 from tests.world.cli import Cli
 
 

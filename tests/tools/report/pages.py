@@ -14,7 +14,7 @@ from async_opd.pictures import MEDIA, Thumbnails
 from tests.data.pictures import picture
 from tests.microscope.samples import TEXTS
 from tests.microscope.samples import record as tokens_of
-from tests.pictures.test_folder import media
+from tests.pictures.test_pictures import media
 from tests.tools.report.simulated import EPOCH, record
 from tests.tools.report.test_verdict import balanced, slow_trainer
 

@@ -8,7 +8,7 @@ from async_opd.core.row import Media
 from async_opd.pictures import MEDIA, Thumbnails
 from async_opd.tools.report.samples import MOST_CHARS, Gallery
 from tests.data.pictures import BLUE, RED
-from tests.pictures.test_folder import media
+from tests.pictures.test_pictures import media
 
 HOSTILE = '"><script>'
 
