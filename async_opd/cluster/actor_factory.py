@@ -199,6 +199,7 @@ class ActorFactory:
             strategy,
             self._pool(host).gpus_per_replica,
             self.config.timeouts.engine_start_s,
+            self.notify,
         )
 
     async def _build_after_guests(

@@ -48,6 +48,8 @@ LAST_LINES_S = 3.0
 """As ``WORDS_S``, while a process that died is to be rebuilt."""
 CONFIRM_S = 1.0
 """Seconds for the head to confirm that it ends a process, which it does within a millisecond."""
+LASTS_S = 5.0
+"""Seconds for which the network to a host may fail without a line about it."""
 RETRY_S = 0.05
 """Seconds before a call is repeated whose process died."""
 KEEP_VISIBLE_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -129,29 +131,63 @@ class Remote:
 
     @classmethod
     async def place_of(
-        cls, name: str, actor: str, bundle: Any, gpus: int, timeout_s: float
+        cls,
+        name: str,
+        actor: str,
+        bundle: Any,
+        gpus: int,
+        timeout_s: float,
+        notify: Callable[[str], None],
     ) -> ActorPlacement:
         """The GPUs of a bundle: those of its ``actor``, or of a task that asks for all of them.
 
         A process of the actor that dies leaves them to the task. One that could not be reached, or
-        is created later, has them itself: it is asked again while the task waits.
+        is created later, has them itself: it is asked again while the task waits. ``notify`` gets a
+        line when the network to it has failed for ``LASTS_S``.
         """
         host = cls(name, None, timeout_s)
+        failed: StageError | None = None  # by the network, the last time
+        since = before = 0.0
+
+        async def asked() -> ActorPlacement | None:
+            nonlocal failed, since, before
+            try:
+                place = await host._asked(actor)
+            except StageError as error:
+                if not isinstance(error.__cause__, RpcError):
+                    raise
+                now = monotonic()
+                since, before = (since, before) if failed else (now, now)
+                if before - since < LASTS_S <= now - since:
+                    lasts = f"it has failed for {now - since:.0f} s, and is tried for"
+                    notify(f"{name}: {error.cause}; {lasts} {timeout_s:g} s at most")
+                failed, before = error, now
+                return None
+            failed = None
+            return place
 
         async def again() -> ActorPlacement:
-            while (place := await host._asked(actor)) is None:  # noqa: ASYNC110
+            while (place := await asked()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
             return place
 
         async def found() -> ActorPlacement:
-            if (place := await host._asked(actor)) is not None:
+            if (place := await asked()) is not None:
                 return place
             return await race(host._of_task(bundle, gpus), again())
 
-        return await host._within(timeout_s, "waiting for its GPUs", found(), START_KEY)
+        try:
+            return await host._within(timeout_s, "waiting for its GPUs", found(), START_KEY)
+        except StageTimeout as late:
+            if failed is None:
+                raise
+            raise StageTimeout(name, f"{late.cause}: {failed.cause}", late.remedy) from failed
 
     async def _asked(self, actor: str) -> ActorPlacement | None:
-        """The place of the actor's process; None if there is none, or it cannot be reached."""
+        """The place of the actor's process; None if there is none, or it cannot be reached.
+
+        StageError by an RpcError if the network to it fails.
+        """
         try:
             await nodes()  # the next call would not end if the head does not answer
         except StageError:
@@ -162,10 +198,6 @@ class Remote:
             return await self.place(math.inf)
         except (ValueError, ProcessDied):  # ValueError: none has this name
             return None
-        except StageError as error:
-            if isinstance(error.__cause__, RpcError):  # the network to it failed
-                return None
-            raise
 
     async def _of_task(self, bundle: Any, gpus: int) -> ActorPlacement:
         """The place of a task that has all GPUs of the bundle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Any) -> None:
         self.answers = [*answers]
         self.silent, self.asked, self.cancelled = 0, 0, 0
+        self.lines: list[str] = []
         self.loop = threading.current_thread()
         self.task: asyncio.Future[ActorPlacement] = asyncio.get_running_loop().create_future()
         options = SimpleNamespace(remote=lambda: self.task)
@@ -38,6 +40,7 @@ class Cluster:
         monkeypatch.setattr(ray, "cancel", self.cancel)
         monkeypatch.setattr(remote, "nodes", self.nodes)
         monkeypatch.setattr(remote, "POLL_S", 0.001)
+        monkeypatch.setattr(remote, "monotonic", itertools.count().__next__)
 
     def get_actor(self, name: str) -> Any:
         assert name == "run/rollouter/replica/0"
@@ -64,7 +67,8 @@ class Cluster:
         return {}
 
     async def place(self, timeout_s: float = 5) -> ActorPlacement:
-        asking = Remote.place_of("student/0", "run/rollouter/replica/0", None, 1, timeout_s)
+        given = ("student/0", "run/rollouter/replica/0", None, 1, timeout_s)
+        asking = Remote.place_of(*given, self.lines.append)
         return await asyncio.wait_for(asking, 10)
 
 
@@ -134,3 +138,34 @@ async def test_the_wait_for_gpus_has_a_bound_and_names_the_process(
     with pytest.raises(StageTimeout, match=words):
         await cluster.place(1)
     assert cluster.cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "lines"),
+    [
+        ([FLICKER] * 9, 1),
+        ([FLICKER] * 3 + [UNREACHABLE] + [FLICKER] * 3, 0),
+        ([UNREACHABLE] * 9, 0),
+    ],
+    ids=["for long", "twice for a short time", "a host that is only dead"],
+)
+async def test_a_network_to_the_host_that_fails_for_long_is_one_line(
+    answers: list[Exception], lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(monkeypatch, *answers, FakeHandle("a", "0"))
+    assert await cluster.place() == HOST
+    words = (
+        "student/0: the network between its machine and this one failed during starting: "
+        "connection reset; it has failed for 5 s, and is tried for 5 s at most"
+    )
+    assert cluster.lines == [words] * lines
+
+
+async def test_the_error_of_a_network_that_fails_to_the_end_of_the_wait_has_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, FLICKER)
+    with pytest.raises(StageTimeout, match=r"longer than 0\.05 s: .*connection reset") as found:
+        await cluster.place(0.05)
+    assert isinstance(found.value.__cause__, StageError)
+    assert "engine_start_s" in found.value.remedy
