@@ -30,7 +30,8 @@ from typing import Any, get_args
 from async_opd.api import distil
 from async_opd.config.load import load_config
 from async_opd.config.precision import FakeQuantization
-from async_opd.tools.evaluate import ANSWERS, evaluate, evaluation_config
+from async_opd.tools.evaluate import ANSWERS, evaluate
+from async_opd.tools.evaluated_model import evaluation_config
 from async_opd.tools.qualify.measurements.runs import KeptMetrics
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.yaml"

@@ -23,7 +23,7 @@ from async_opd.models.tokenizer import Text
 from async_opd.prepare import Prepared
 from async_opd.processes.output import write_stderr
 from async_opd.tools.engines import ToolEngines
-from async_opd.tools.evaluate import evaluation_config
+from async_opd.tools.evaluated_model import evaluation_config
 
 SHOWN = 1000
 """Characters of one part of an episode."""

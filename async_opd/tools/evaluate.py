@@ -14,18 +14,16 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_opd.config.overrides import TRUST, add_overrides, add_trust, load_given
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
-from async_opd.config.sections.rollout import StudentConfig
-from async_opd.config.sections.teachers import EndpointTeacher
-from async_opd.core.errors import ConfigError, Problem, StageError
+from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import escaped, indented, on_one_line
-from async_opd.files.absent import refuse_absent
 from async_opd.files.foreign import foreign
 from async_opd.processes.output import write_stderr
+from async_opd.tools.evaluated_model import evaluation_config, exported
 
 if TYPE_CHECKING:
     from async_opd.core.samples import Prompt, Rollout
@@ -67,16 +65,17 @@ def _evaluate(given: argparse.Namespace) -> int:
     words = [*([] if given.model is None else [given.model]), *given.overrides]
     models = [word for word in words if "=" not in word or Path(word).exists()]
     if len(models) > 1:
-        raise _refused("MODEL", f"found {', '.join(models)}", "name one model")
+        raise ConfigError.of("MODEL", f"found {', '.join(models)}", "name one model")
     given.overrides = [word for word in words if word not in models]
     config = load_given(given)
     out = Path(given.out or f"runs/{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}")
     model = models[0] if models else None
     if model is not None and config.student.trust_remote_code and not given.trust_remote_code:
         message = f"the config trusts the code of its student, which {model} may not have"
-        raise _refused("MODEL", message, f"read its *.py, then add {TRUST}: it permits that code")
+        remedy = f"read its *.py, then add {TRUST}: it permits that code"
+        raise ConfigError.of("MODEL", message, remedy)
     if model is not None and (foreign(Path(model)) / MANIFEST).is_file():
-        model = _exported(Path(model), out / MODEL, given.trust_remote_code)
+        model = exported(Path(model), out / MODEL, given.trust_remote_code)
     evaluated = evaluation_config(config, model, given.teacher)
     metrics = evaluate(config, evaluated, given.config, given.teacher, out)
     if given.json:
@@ -84,84 +83,6 @@ def _evaluate(given: argparse.Namespace) -> int:
     else:
         _show(metrics, out)
     return 0
-
-
-def evaluation_config(config: RunConfig, model: str | None, teacher: str | None) -> RunConfig:
-    """The config with the model as its student, which only ``eval.replicas`` run.
-
-    ConfigError for a model and a teacher, for an unknown or external teacher, and for no model.
-    """
-    section: Any = config.rollout
-    if teacher is not None:
-        found = config.teachers.get(teacher)
-        if model is not None:
-            raise _refused("--teacher", f"found {teacher} beside {model}", "name one of both")
-        if found is None:
-            known = ", ".join(config.teachers)
-            raise _refused("--teacher", f"the config has no teacher {teacher}", f"one of {known}")
-        if isinstance(found, EndpointTeacher):
-            remedy = "a run measures it before training (eval.teachers)"
-            raise _refused("--teacher", f"{teacher} is a server that others run", remedy)
-        section = found
-        model = config.teacher_model(teacher)
-    elif model is not None:
-        model = _model_in(model)
-    student = config.student if model is None else _student_of(config, section, model)
-    engines = {"engine": section.engine, "tensor_parallel": section.tensor_parallel}
-    rollout = config.rollout.model_copy(update={**engines, "placement": "dedicated", "with_": None})
-    evaluation = config.eval.model_copy(
-        update={"replicas": section.min_replicas, "teachers": False}
-    )
-    train = config.train.model_copy(update={"lora": None})
-    parts = {"student": student, "rollout": rollout, "eval": evaluation, "train": train}
-    return config.model_copy(update=parts)
-
-
-def _student_of(config: RunConfig, section: Any, model: str) -> StudentConfig:
-    """The student's section with a model; a teacher's has the trust that the teacher has."""
-    own = ("trust_remote_code", "revision", "processor_kwargs")
-    its = {name: getattr(section, name) for name in own if hasattr(section, name)}
-    return config.student.model_copy(update={**its, "model": model})
-
-
-def _model_in(target: str) -> str:
-    """The model's directory: the target, or ``model/`` of a run directory. ConfigError.
-
-    It is absolute: a relative one of two parts has the form of a hub id.
-    """
-    from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
-
-    refuse_absent(Path(target), "MODEL|RUN_DIR")
-    folder = foreign(Path(target).absolute())
-    if (folder / FORMAT_FILE).exists():
-        refuse_other_formats(folder)
-        if not (folder / "model").exists():
-            message = f"{folder} has no model/ yet: the run has not ended"
-            raise _refused("MODEL", message, "end the run, or name a model's directory")
-        return str((folder / "model").as_path())
-    if not (folder / "config.json").exists():
-        message = f"{folder} is neither a model's directory nor a run directory"
-        raise _refused("MODEL", message, "check the path; a checkpoint is named checkpoints/step_N")
-    return str(folder.as_path())
-
-
-def _exported(checkpoint: Path, target: Path, trusted: bool) -> str:
-    """Writes the checkpoint's model to ``target``, by the config of its run. ConfigError."""
-    from async_opd.files.safe_open import private_files
-    from async_opd.tools.given_run import given_run
-    from trainer.saving.export import export_checkpoint
-
-    run = given_run(checkpoint, trusted)
-    try:
-        with private_files():
-            export_checkpoint(run.config, run.checkpoint or checkpoint, target)
-    except StageError as error:
-        raise _refused("MODEL", error.cause, error.remedy or "name another checkpoint") from error
-    return str(target)
-
-
-def _refused(key: str, message: str, remedy: str) -> ConfigError:
-    return ConfigError.of(key, message, remedy)
 
 
 def evaluate(

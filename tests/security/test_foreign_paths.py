@@ -18,7 +18,7 @@ PLAIN = {
     "async_opd/checkpoint/store.py: load": "a checkpoint, after every byte of it was compared",
     "async_opd/data/files.py: file_rows": "the folder of images, which are opened below it",
     "async_opd/data/hub.py: _downloaded": "the hub's cache, to which a list is added",
-    "async_opd/tools/evaluate.py: _model_in": "a model's directory, which is checked",
+    "async_opd/tools/evaluated_model.py: _model_in": "a model's directory, which is checked",
     "async_opd/tools/given_run.py: given_run": "the directory that was given",
     "async_opd/tools/given_run.py: given_config": "the given directory, for relative paths",
     "async_opd/observability/wandb_sink.py: _wandb_table": "a thumbnail, which wandb reads",
@@ -29,7 +29,8 @@ PLAIN = {
 READERS = (
     *("async_opd/tools/report/", "async_opd/tools/inspecting/", "async_opd/tools/replay/"),
     *("async_opd/tools/plan/", "async_opd/tools/export.py", "async_opd/tools/evaluate.py"),
-    *("async_opd/tools/given_run.py", "async_opd/tools/watch.py", "async_opd/observability/live/"),
+    *("async_opd/tools/evaluated_model.py", "async_opd/tools/given_run.py"),
+    *("async_opd/tools/watch.py", "async_opd/observability/live/"),
     *("async_opd/microscope.py", "async_opd/pictures.py", "async_opd/checkpoint/"),
     *("async_opd/data/", "async_opd/accounting/", "async_opd/observability/loggers.py"),
     *("async_opd/observability/logged_run.py", "trainer/replay/"),

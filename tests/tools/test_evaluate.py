@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from async_opd.checkpoint.store import Checkpoint
-from async_opd.checks.resources import pools
 from async_opd.cli import main
 from async_opd.cluster import launch
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError, StageError
+from async_opd.core.errors import StageError
 from async_opd.core.reports import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
@@ -29,7 +28,6 @@ from async_opd.models.tokenizer import Text
 from async_opd.observability.live.console import next_commands
 from async_opd.observability.sinks import Summary
 from async_opd.tools import given_run
-from async_opd.tools.evaluate import evaluation_config
 from tests.world.cli import Cli
 from trainer.saving import export as checkpoint_model
 
@@ -103,21 +101,6 @@ def test_a_teacher_answers_its_own_prompts_on_an_engine_with_its_model(
     assert Path(started[0].config.student.model).name == "teacher-sort"
 
 
-def test_only_engines_that_evaluate_are_a_pool_of_their_own() -> None:
-    config = load_config(EXAMPLE, ["rollout.replicas=3"])
-    taken = {pool.name: pool.replicas for pool in pools(evaluation_config(config, None, None))}
-    assert taken["eval"] == 3
-
-
-def test_a_run_directory_stands_for_its_final_model(tmp_path: Path) -> None:
-    write_run_format(tmp_path)
-    config = load_config(EXAMPLE, [])
-    with pytest.raises(ConfigError, match="has no model/ yet"):
-        evaluation_config(config, str(tmp_path), None)
-    (tmp_path / "model").mkdir()
-    assert evaluation_config(config, str(tmp_path), None).student.model == str(tmp_path / "model")
-
-
 def test_the_command_that_a_completed_run_prints_evaluates_its_model(
     started: list[Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,28 +113,6 @@ def test_the_command_that_a_completed_run_prints_evaluates_its_model(
     (command,) = [line for line in next_commands(ended) if line.startswith("async_opd eval")]
     assert main(shlex.split(command)[1:]) == 0
     assert started[0].config.eval.n == 4
-
-
-def test_a_relative_directory_is_not_taken_for_a_hub_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(EXAMPLE.parent / "quickstart" / "models" / "student", tmp_path / "models/mine")
-    monkeypatch.chdir(tmp_path)
-    alone = evaluation_config(load_config(EXAMPLE), "models/mine", None)
-    assert alone.student.model == str(tmp_path / "models" / "mine")
-
-
-def test_a_teacher_may_be_named_by_its_hub_id() -> None:
-    config = load_config(EXAMPLE, ["teachers.sort.model=somebody/sorter"])
-    assert evaluation_config(config, None, "sort").student.model == "somebody/sorter"
-
-
-def test_a_teacher_has_the_trust_of_its_own_section() -> None:
-    config = load_config(EXAMPLE)
-    student = config.student.model_copy(update={"trust_remote_code": True})
-    alone = evaluation_config(config.model_copy(update={"student": student}), None, "sort")
-    assert alone.student.model == config.teacher_model("sort")
-    assert not alone.student.trust_remote_code
 
 
 @pytest.mark.parametrize(

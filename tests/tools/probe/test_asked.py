@@ -8,7 +8,7 @@ import numpy as np
 
 from async_opd.checks.preflight import preflight
 from async_opd.models.tokenizer import Text
-from async_opd.tools.probe.engines import AskedSource, asked_sources
+from async_opd.tools.probe.asked import AskedSource, asked_sources
 from tests.checks.inputs import config, rows
 from tests.tools.doctor.test_templates import PLAIN, with_template
 
