@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from async_opd.checks.gpu_memory import beside, host_of, share_of
+from async_opd.checks.gpu_memory import beside, faults, host_of, share_of
 from async_opd.checks.resources import gpu_bytes, guests_of, pools, section_of
 from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import Findings
 from async_opd.memory.defaults import (
     cache_bytes,
     needed_tokens,
@@ -37,7 +38,7 @@ from async_opd.memory.pools import (
 from async_opd.memory.pools import pool_memory as pools_of
 from async_opd.memory.step import Terms
 from async_opd.models.engine_args import Device, share_left
-from async_opd.models.model_files import ModelError
+from async_opd.models.model_files import ModelError, is_hub_id
 from async_opd.models.rope import max_model_len
 
 NEAR = 0.9
@@ -74,6 +75,35 @@ def this_machine(config: RunConfig, device: Device, gpus: int | None = None) -> 
         return Machine(device, _host_bytes())
     known = gpus if gpus and not config.cluster.joins else None
     return Machine(device, gpu_bytes(config), host=_host_bytes() if known else None, gpus=known)
+
+
+def check_memory(
+    config: RunConfig, found: Findings, partial: Set[str], device: Device, gpus: int
+) -> None:
+    """Checks that every pool fits its GPUs, or the host, as far as their memory is known.
+
+    Nothing is checked beside other problems, or while files of models are missing (``partial``).
+    """
+    if found.problems or partial or (device == "cpu" and config.cluster.joins):
+        return
+    machine = this_machine(config, device, gpus)
+    try:
+        problems = [*faults_of_memory(config, machine), *faults_of_cache(config, machine)]
+    except ModelError as error:  # its weights: its other files are checked
+        keys = {"student.model": config.student.model} | {
+            f"teachers.{name}.model": config.teacher_model(name) for name in config.teachers
+        }
+        key = next((key for key, model in keys.items() if model in error.message), "student.model")
+        if is_hub_id(keys[key]):  # it is downloaded when the run starts
+            return
+        found.add(key, error.message, error.remedy)
+        return
+    for problem in problems:
+        found.add(*problem)
+    if device == "cuda" and machine.total is not None:
+        found.notes.extend(near(config, machine))
+        for problem in faults(config, machine.total):
+            found.add(*problem)
 
 
 def faults_of_memory(config: RunConfig, machine: Machine) -> Iterator[Problem]:

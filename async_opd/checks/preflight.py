@@ -8,12 +8,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from async_opd.checks.data import DataChecks, Rows, checked
-from async_opd.checks.gpu_memory import faults
 from async_opd.checks.image_families import check_families
-from async_opd.checks.memory_fit import faults_of_cache, faults_of_memory, near, this_machine
+from async_opd.checks.memory_fit import check_memory
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.precision import check_precision
 from async_opd.checks.resources import gpu_count, misplaced, pools, refuse_client, resolve_device
@@ -27,32 +25,16 @@ from async_opd.checks.student import (
     given_answers,
 )
 from async_opd.checks.templates import check_templates
-from async_opd.config.registry import TRANSPORTS
+from async_opd.checks.user_code import check_mirror, check_user_code
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.environment import ENVIRONMENT
-from async_opd.config.sections.log import LOGGERS
-from async_opd.config.sections.teachers import EndpointTeacher
-from async_opd.config.user_code import LOGGERS as GROUP
-from async_opd.config.user_code import (
-    LOSSES,
-    UserCodeError,
-    find_user_code,
-    fits,
-    user_object,
-    user_transport,
-)
-from async_opd.config.user_code import TRANSPORTS as TRANSPORT
 from async_opd.core.errors import ConfigError, Findings, Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
-from async_opd.files.remote import RemoteFile
 from async_opd.models.engine_args import Device
 from async_opd.models.families import refused as refused_family
 from async_opd.models.hub import with_cached, without_code
-from async_opd.models.model_files import ModelError, is_hub_id
 from async_opd.queue.sizes import payloads, refused, traffic
-
-REMEDY = "put its module on PYTHONPATH; docs/extending.md has examples"
 
 
 @dataclass
@@ -105,8 +87,8 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     data.vision = student is not None and not (
         found.has("student.model") or refused_family(student.config, device, trained=True)
     )
-    _user_code(config, found, load)
-    _mirror(config, found)
+    check_user_code(config, found, load)
+    check_mirror(config, found)
     check_routing(config, device, student, found)
     data.renders = check_templates(config, models.files, found)
     check_shared_rows(config, student, found)
@@ -146,45 +128,6 @@ def _graders(config: RunConfig) -> dict[str, tuple[str, str]]:
     if config.reward is not None:
         graders["train"] = ("reward.grader", config.reward.grader)
     return {part: one for part, one in graders.items() if one[1] != ENVIRONMENT}
-
-
-def _mirror(config: RunConfig, found: Findings) -> None:
-    """Checks that the package is installed which the mirror's URL needs."""
-    if config.checkpoint.mirror is not None:
-        try:
-            RemoteFile(config.checkpoint.mirror).connect()
-        except OSError as error:
-            found.add("checkpoint.mirror", str(error), "install it, or name another URL")
-
-
-def _user_code(config: RunConfig, found: Findings, load: bool) -> None:
-    """Finds, or imports, code of a user's packages, and notes which servers are not asked.
-
-    ``async_opd.api`` imports the loss, which needs torch.
-    """
-    for name in config.log.loggers:
-        if name in LOGGERS and importlib.util.find_spec(name) is None:
-            message = f"{name} is not installed"
-            found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
-    named = [("log.loggers", name, GROUP) for name in config.log.loggers if name not in LOGGERS]
-    for name, teacher in config.teachers.items() if not load else ():
-        if isinstance(teacher, EndpointTeacher) and teacher.api_key_env is not None:
-            how = "its servers are not asked: async_opd check --load sends them their key"
-            found.notes.append(f"teachers.{name}: {how}")
-    if config.loss.kind == "user" and not load:
-        named.append(("loss.function", config.loss.function, LOSSES))
-    if config.sync.backend not in ("auto", *TRANSPORTS):
-        named.append(("sync.backend", config.sync.backend, TRANSPORT))
-    for key, name, group in named:
-        try:
-            if not load:
-                find_user_code(name, group)
-            elif group == TRANSPORT:
-                user_transport(name)
-            else:
-                fits(user_object(name, group), name, {}, Path())
-        except UserCodeError as error:
-            found.add(key, str(error), REMEDY)
 
 
 def _prompts(
@@ -233,7 +176,7 @@ def _hardware(
         if config.train.attention not in ("auto", "sdpa"):
             message = f"{config.train.attention} computes on GPUs only, this run is on a CPU"
             found.add("train.attention", message, "set it to auto")
-        _memory(config, found, models, "cpu", gpus)
+        check_memory(config, found, models.partial, "cpu", gpus)
         return
     wanted = pools(config)
     total = sum(pool.gpus for pool in wanted)
@@ -244,30 +187,4 @@ def _hardware(
             f"the pools take {total} GPUs ({terms}), this machine has {gpus}",
             "take fewer replicas, or join a larger cluster with cluster.address",
         )
-    _memory(config, found, models, "cuda", gpus)
-
-
-def _memory(
-    config: RunConfig, found: Findings, models: ModelChecks, device: Device, gpus: int
-) -> None:
-    """Checks that every pool fits its GPUs, or the host, as far as their memory is known."""
-    if found.problems or models.partial or (device == "cpu" and config.cluster.joins):
-        return
-    machine = this_machine(config, device, gpus)
-    try:
-        problems = [*faults_of_memory(config, machine), *faults_of_cache(config, machine)]
-    except ModelError as error:  # its weights: its other files are checked
-        keys = {"student.model": config.student.model} | {
-            f"teachers.{name}.model": config.teacher_model(name) for name in config.teachers
-        }
-        key = next((key for key, model in keys.items() if model in error.message), "student.model")
-        if is_hub_id(keys[key]):  # it is downloaded when the run starts
-            return
-        found.add(key, error.message, error.remedy)
-        return
-    for problem in problems:
-        found.add(*problem)
-    if device == "cuda" and machine.total is not None:
-        found.notes.extend(near(config, machine))
-        for problem in faults(config, machine.total):
-            found.add(*problem)
+    check_memory(config, found, models.partial, "cuda", gpus)
