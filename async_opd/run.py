@@ -51,7 +51,8 @@ from async_opd.pipeline import Pipeline
 from async_opd.prepare import Prepared
 from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
-from async_opd.training import Training, reading_of
+from async_opd.run_prompts import reading_of
+from async_opd.training import Training
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.own_loop import run_to_end
 

@@ -21,7 +21,7 @@ from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.data.answers import GivenAnswers
 from async_opd.models.tokenizer import Text
-from async_opd.training import cold_start_of
+from async_opd.run_prompts import cold_start_of
 from tests.waiting.test_reading_thread import STALL_S, hang_for, hanging_reading, hanging_source
 from tests.world.clock import Pace, PacedReads
 from tests.world.log import FakeLog

@@ -17,7 +17,7 @@ from async_opd.core.reports import Captured
 from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Prompt
 from async_opd.data.streamed_rows import StreamedRows
-from async_opd.training import reading_of
+from async_opd.run_prompts import reading_of
 from async_opd.waiting.reading_thread import ReadingThread
 from tests.world.clock import ManualTimer
 from tests.world.prompts import FakePrompts
