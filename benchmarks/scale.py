@@ -40,7 +40,7 @@ import ray
 import uvloop
 from ray.cluster_utils import Cluster
 
-from async_opd.cluster import launch
+from async_opd.cluster import launch_parts
 from async_opd.cluster.session import FIRST_WORKERS, TOO_SLOW, environment, ray_folder
 from async_opd.processes.own_settings import starting_niceness
 from async_opd.processes.reaper import process_reaper
@@ -125,7 +125,7 @@ def measured(case: Case, samples: int, store_mib: int) -> dict[str, Any]:
     """Runs one case on a new cluster."""
     with (
         several_raylets(store_mib) as address,
-        patch.object(launch, "ActorFactory", CrowdedFactory),
+        patch.object(launch_parts, "ActorFactory", CrowdedFactory),
     ):
         began = time.monotonic(), sum(psutil.cpu_times()[:3])
         found = uvloop.run(run(Case(**{**vars(case), "cluster": address}), samples))

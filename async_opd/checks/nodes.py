@@ -2,7 +2,7 @@
 
     driver: Probe ──► node: report ──► driver: node_problems
 
-``async_opd.cluster.node_checks`` carries them over Ray.
+``async_opd.cluster.placement.node_checks`` carries them over Ray.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name
 from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.network import shared_environment
-from async_opd.cluster.node_checks import ComparedNodes
 from async_opd.cluster.payloads.stores import NodeStores
 from async_opd.cluster.placement.gpu_bundles import GpuBundles, PoolPlaces
+from async_opd.cluster.placement.node_checks import ComparedNodes
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.remote import START_KEY, Remote, when_free
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor

@@ -96,7 +96,7 @@ def _of_the_cluster(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _print_cluster(ready: Prepared, redacted: Redactor, load: bool) -> None:
     """A table of the cluster's nodes with the processes on each. ConfigError with all problems."""
-    from async_opd.cluster.node_checks import survey
+    from async_opd.cluster.placement.node_checks import survey
 
     found = run_to_end(survey(ready.config, ready.device, load))
     columns = ("node", "interface", "GPUs", "free", "CPUs", "memory", "/dev/shm", "processes")

@@ -88,7 +88,7 @@ class ToolEngines:
         StageError, of this ``stage`` if the engines end before they have answered, or compute no
         token for ``timeouts.stall_s``.
         """
-        from async_opd.cluster.launch import launch_evaluators
+        from async_opd.cluster.launch_parts import launch_evaluators
 
         given: dict[str, Any] = {"device": self.device, "eos_ids": self.eos_ids}
         async with launch_evaluators(config, notify=self.notify, **given) as engines:
@@ -105,7 +105,7 @@ class ToolEngines:
         ask: Callable[[Any], Awaitable[Result]],
     ) -> Result:
         """The answer of a teacher's replicas, about these prompts. StageError."""
-        from async_opd.cluster.launch import launch_teacher
+        from async_opd.cluster.launch_parts import launch_teacher
 
         given: dict[str, Any] = {"device": self.device, "eos_ids": self.eos_ids}
         async with launch_teacher(config, name, prompts=prompts, **given) as replicas:

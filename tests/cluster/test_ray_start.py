@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from async_opd.cluster import session
-from async_opd.cluster.launch import launch, launch_evaluators
+from async_opd.cluster.launch import launch
+from async_opd.cluster.launch_parts import launch_evaluators
 from async_opd.cluster.session import SLOW_AGENT, STARTS, TOO_SLOW, ray_session
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig

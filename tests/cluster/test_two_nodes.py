@@ -25,9 +25,9 @@ from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.actor_shell import ActorPlacement
-from async_opd.cluster.node_checks import check_nodes
 from async_opd.cluster.placement import reserving
 from async_opd.cluster.placement.gpu_bundles import GpuBundles
+from async_opd.cluster.placement.node_checks import check_nodes
 from async_opd.cluster.placement.nodes import gpu_nodes
 from async_opd.cluster.placement.reserving import cpu_places, reserve
 from async_opd.cluster.remote import Remote

@@ -16,7 +16,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from async_opd.cluster import launch
+from async_opd.cluster import launch_parts
 from async_opd.files.durable import written_file
 from async_opd.files.kept_steps import KEPT, kept_name
 from async_opd.tools.replay.kept_run import replay_plan
@@ -195,7 +195,7 @@ def kept_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def started(*_: Any, **named: Any) -> Any:
         pytest.fail("the step is computed")
 
-    monkeypatch.setattr(launch, "launch_replayer", started)
+    monkeypatch.setattr(launch_parts, "launch_replayer", started)
     folder = tmp_path / "theirs"
     kept.begin(kept.config_of(folder), folder)
     keep(folder, lambda tree: None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster import launch
+from async_opd.cluster import launch_parts
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import VllmTeacher
@@ -41,7 +41,7 @@ async def test_engines_that_compute_no_token_are_given_up(monkeypatch: pytest.Mo
     async def started(*_: Any, **__: Any) -> AsyncIterator[Hangs]:
         yield Hangs()
 
-    monkeypatch.setattr(launch, "launch_evaluators", started)
+    monkeypatch.setattr(launch_parts, "launch_evaluators", started)
     config = run_config(timeouts={"stall_s": 0.1})
     asking = ToolEngines("cpu", (), print).of_student(config, "probe", lambda one: one.run(), 1)
     with pytest.raises(StageTimeout, match=r"probe: .* no new token for 0\.1 s"):

@@ -16,7 +16,7 @@ import pytest
 
 from async_opd.checkpoint.store import Checkpoint
 from async_opd.cli import main
-from async_opd.cluster import launch
+from async_opd.cluster import launch_parts
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
@@ -73,7 +73,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Stage]:
         found.append(Stage(config))
         yield found[-1]
 
-    monkeypatch.setattr(launch, "launch_evaluators", fake)
+    monkeypatch.setattr(launch_parts, "launch_evaluators", fake)
     return found
 
 

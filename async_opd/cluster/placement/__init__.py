@@ -1,1 +1,1 @@
-"""The cluster's nodes, GPUs or places that are reserved on them, and their order after a loss."""
+"""A cluster's nodes and their comparison, the GPUs reserved on them, their order after a loss."""

@@ -192,7 +192,7 @@ def _replay(given: argparse.Namespace) -> int:
 async def replay(plan: ReplayPlan, where: str) -> Outcome:
     """Computes the plan's steps until one differs. ConfigError if this machine is another one."""
     from async_opd.checks.resources import resolve_device, with_device
-    from async_opd.cluster.launch import launch_replayer
+    from async_opd.cluster.launch_parts import launch_replayer
 
     started = time.monotonic()
     config, notes = with_device(_alone(plan))

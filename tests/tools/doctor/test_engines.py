@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from async_opd.cli import main
-from async_opd.cluster import launch
+from async_opd.cluster import launch, launch_parts
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import EngineStartError
@@ -164,7 +164,7 @@ class Cluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
     monkeypatch.setattr(launch, "launch", made.launch)
-    monkeypatch.setattr(launch, "launch_teacher", made.launch_teacher)
+    monkeypatch.setattr(launch_parts, "launch_teacher", made.launch_teacher)
     return made
 
 
@@ -320,7 +320,7 @@ def test_a_reference_that_does_not_start_is_a_warning(
             raise EngineStartError("teachers.sort", "out of memory", "a larger GPU")
         return started(config, name, **given)
 
-    monkeypatch.setattr(launch, "launch_teacher", too_large)
+    monkeypatch.setattr(launch_parts, "launch_teacher", too_large)
     (line,) = biases(found(tmp_path, QUANTIZED))
     assert (line.status, line.remedy) == ("warning", "a larger GPU")
     assert "could not be measured: teachers.sort: out of memory" in line.found

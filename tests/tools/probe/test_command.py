@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from async_opd.cli import main
-from async_opd.cluster import launch
+from async_opd.cluster import launch_parts
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import VllmTeacher
@@ -117,8 +117,8 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
-    monkeypatch.setattr(launch, "launch_evaluators", made.evaluators)
-    monkeypatch.setattr(launch, "launch_teacher", made.teacher)
+    monkeypatch.setattr(launch_parts, "launch_evaluators", made.evaluators)
+    monkeypatch.setattr(launch_parts, "launch_teacher", made.teacher)
     return made
 
 
@@ -256,7 +256,7 @@ def test_a_reference_that_does_not_start_leaves_the_other_figures(
             raise EngineStartError("teachers.sort", "out of memory", "a larger GPU")
         return started(config, name, **given)
 
-    monkeypatch.setattr(launch, "launch_teacher", too_large)
+    monkeypatch.setattr(launch_parts, "launch_teacher", too_large)
     printed = cli(*COMMAND, QUANTIZED)
     assert "sort, teacher sort: will teach" in printed.out
     assert "the bias of its precision was not measured: teachers.sort: out of memory" in printed.err

@@ -113,14 +113,14 @@ def take(store: Checkpoints, learner: Learner, step: int) -> None:
 
 def launched(monkeypatch: Any, build: Callable[[RunConfig], Learner] | None = None) -> None:
     """Replays run in this process, on a learner that is built as that of a run."""
-    from async_opd.cluster import launch
+    from async_opd.cluster import launch_parts
 
     @asynccontextmanager
     async def replayer(config: RunConfig, **_: Any) -> AsyncIterator[Replayer]:
         made = build_learner(config, "cpu") if build is None else build(config)
         yield Replayer(made)
 
-    monkeypatch.setattr(launch, "launch_replayer", replayer)
+    monkeypatch.setattr(launch_parts, "launch_replayer", replayer)
 
 
 def names(folder: Path) -> Sequence[str]:

@@ -14,9 +14,10 @@ import ray
 
 from async_opd.checks import nodes
 from async_opd.checks.nodes import NodeReport
-from async_opd.cluster import actor_names, node_checks
+from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories
-from async_opd.cluster.node_checks import ComparedNodes, check_nodes
+from async_opd.cluster.placement import node_checks
+from async_opd.cluster.placement.node_checks import ComparedNodes, check_nodes
 from async_opd.cluster.remote import Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError, StageTimeout
