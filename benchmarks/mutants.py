@@ -46,7 +46,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
@@ -146,14 +146,15 @@ def located(root: Path, mutant: Mutant) -> tuple[Place, ast.AST] | None:
     """Where a tree has the mutant: once in one function. Else None."""
     module, name = mutant.function.split(":")
     short = name.rpartition(".")[2].strip("_")
-    ways: list[Callable[[Place], bool]] = [
-        lambda one: one.name == name and _module(root, one.path) == module,
-        lambda one: one.name == name,
-        lambda one: one.name.rpartition(".")[2].strip("_") == short,
+    own = root.joinpath(*module.split("."))
+    files = (own.with_suffix(".py"), own / "__init__.py"), _files(root, PACKAGES)
+    ways: list[tuple[Iterable[Path], Callable[[Place], bool]]] = [
+        ([one for one in files[0] if one.exists()], lambda one: one.name == name),
+        (files[1], lambda one: one.name == name),
+        (files[1], lambda one: one.name.rpartition(".")[2].strip("_") == short),
     ]
-    files = [one for one in _files(root, PACKAGES) if short in _text(one)]
-    every = [one for file in files for one in functions(file) if ways[-1](one)]
-    for way in ways:
+    for among, way in ways:
+        every = (one for file in among if short in _text(file) for one in functions(file))
         found = [(one, node) for one in every if way(one) for node in same(one, mutant)]
         if found:
             return found[0] if len(found) == 1 else None

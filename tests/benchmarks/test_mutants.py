@@ -17,6 +17,7 @@ import yaml
 from benchmarks import mutants
 from benchmarks.mutants import Mutant, NotReplaced, changed_code, live, located, replace
 
+ROOT = Path(__file__).parents[2]
 CODE = """
 from contextlib import contextmanager
 from pydantic import BaseModel, model_validator
@@ -281,6 +282,12 @@ def test_a_run_counts_its_mutants(tmp_path: Path) -> None:
     counts = {name: found[name] for name in ("caught", "survived", "gone", "mutants")}
     assert counts == {"caught": 2, "survived": 1, "gone": 1, "mutants": 4}
     assert found["share"] == 0.6667
+
+
+def test_every_mutant_that_is_stored_has_one_place_in_the_code() -> None:
+    rooms = yaml.safe_load((ROOT / "benchmarks" / "mutants.yaml").read_text())
+    stored = [Mutant(*one) for room in rooms.values() for one in room["mutants"]]
+    assert [one for one in stored if located(ROOT, one) is None] == []
 
 
 def test_a_room_whose_tests_fail_without_a_change_is_an_error(tmp_path: Path) -> None:
