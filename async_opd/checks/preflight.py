@@ -14,7 +14,15 @@ from async_opd.checks.image_families import check_families
 from async_opd.checks.memory_fit import check_memory
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.precision import check_precision
-from async_opd.checks.resources import gpu_count, misplaced, pools, refuse_client, resolve_device
+from async_opd.checks.resources import (
+    gpu_count,
+    misplaced,
+    pools,
+    refuse_client,
+    resolve_device,
+    sharing,
+    unused_gpus,
+)
 from async_opd.checks.room import Room
 from async_opd.checks.student import (
     check_adapters,
@@ -170,6 +178,8 @@ def _hardware(
         message = f"{config.train.moments} needs the package torchao, which is not installed"
         found.add("train.moments", message, "pip install async-opd[lowbit]")
     if device == "cpu":
+        if config.cluster.device == "auto" and (unused := unused_gpus()):
+            found.notes.append(f"cluster.device: auto is cpu: {unused}")
         models.head_sizes()
         if config.train.offload != "none":
             found.notes.append("train.offload has no effect: on a CPU all is in host memory")
@@ -182,9 +192,12 @@ def _hardware(
     total = sum(pool.gpus for pool in wanted)
     if total > gpus and not config.cluster.joins:  # of a cluster to join only Ray knows the GPUs
         terms = " + ".join(pool.term for pool in wanted)
-        found.add(
-            "cluster",
-            f"the pools take {total} GPUs ({terms}), this machine has {gpus}",
-            "take fewer replicas, or join a larger cluster with cluster.address",
-        )
+        message = f"the pools take {total} GPUs ({terms}), this machine has {gpus}"
+        remedy = "take fewer replicas, or join a larger cluster with cluster.address"
+        if unused := unused_gpus():
+            message = f"is cuda, and {unused}"
+            remedy = "pip install 'async-opd[gpu]', or set cluster.device: cpu"
+        elif shared := sharing(config, gpus):
+            remedy = f"share GPUs, in turns: {' '.join(shared)}; or {remedy}"
+        found.add("cluster.device" if unused else "cluster", message, remedy)
     check_memory(config, found, models.partial, "cuda", gpus)

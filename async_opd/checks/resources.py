@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from async_opd.config.load import with_overrides
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.teachers import EndpointTeacher
+from async_opd.core.distributions import installed
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import NVIDIA_SMI_TIMEOUT_S, Device, smallest_gpu
@@ -30,6 +33,29 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def gpu_count() -> int:
+    """The GPUs that the installed PyTorch can use: none with a build of it for CPUs.
+
+    Otherwise as ``visible_gpus``, which may raise ConfigError.
+    """
+    return 0 if built_for_cpus() else visible_gpus()
+
+
+def built_for_cpus() -> bool:
+    """Whether the installed PyTorch is built without CUDA, as the extra ``cpu`` needs it."""
+    return installed("torch").endswith("+cpu")
+
+
+def unused_gpus() -> str:
+    """The reason why the GPUs of this machine are not used; '' if they are, or if it has none."""
+    try:
+        count = visible_gpus() if built_for_cpus() else 0
+    except ConfigError:  # a driver that nothing needs
+        count = 0
+    build = f"PyTorch {installed('torch')} is built for CPUs"
+    return f"{build} and does not use the {count} GPU{'s' * (count > 1)} here" if count else ""
+
+
+def visible_gpus() -> int:
     """NVIDIA GPUs this process may use: CUDA_VISIBLE_DEVICES, else the driver's list.
 
     As CUDA does, it reads the variable up to the first ``-1`` or empty entry. ConfigError if the
@@ -190,6 +216,32 @@ def pools(config: RunConfig) -> list[Pool]:
         Pool("train", train.ranks, 1, student, together=train.context_parallel),
     ]
     return [replace(pool, needs=config.cluster.needs(pool.name)) for pool in found]
+
+
+def sharing(config: RunConfig, gpus: int) -> list[str]:
+    """Overrides by which pools share GPUs and all together take at most ``gpus`` of them.
+
+    Teachers' engines move to the student's GPUs, then these to the trainer's. Empty if that is not
+    enough, or not valid.
+    """
+    own = [
+        f"teachers.{name}"
+        for name, teacher in config.teachers.items()
+        if not isinstance(teacher, EndpointTeacher) and teacher.host is None
+    ]
+    found: list[str] = []
+    for guests, host in ((own, "rollout"), (["rollout"] * (config.rollout.host is None), "train")):
+        found += [
+            f"{one}.{key}" for one in guests for key in ("placement=colocated", f"with={host}")
+        ]
+        tree = with_overrides(config.model_dump(by_alias=True), found)
+        try:
+            changed = RunConfig.model_validate(tree)
+        except ValueError:
+            continue
+        if sum(pool.gpus for pool in pools(changed)) <= gpus and not any(misplaced(changed)):
+            return found
+    return []
 
 
 def guests_of(config: RunConfig, host: str) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from async_opd.checks import resources
 from async_opd.checks.preflight import preflight
-from async_opd.checks.resources import gpu_count
 from async_opd.config.load import load_config
 from tests.checks.inputs import EXAMPLE, GOOD, config, found, one, rows
 
@@ -27,9 +27,42 @@ def test_enough_gpus_are_taken() -> None:
     assert found("cluster.device=cuda", gpus=4) == []
 
 
-def test_visible_gpus_are_those_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_for_a_run_of_four_pools_has_the_keys_by_which_they_share_it() -> None:
+    problem = one("cluster.device=cuda", gpus=1)
+    shared = [word for word in problem.remedy.replace(";", " ").split() if "=" in word]
+    assert found("cluster.device=cuda", *shared, gpus=1) == []
+
+
+def test_two_gpus_are_shared_by_engines_alone() -> None:
+    remedy = one("cluster.device=cuda", gpus=2).remedy
+    assert "teachers.reverse.with=rollout" in remedy
+    assert "rollout.with=train" not in remedy
+
+
+def test_pools_that_cannot_share_get_no_keys_to_do_so() -> None:
+    problem = one("cluster.device=cuda", "train.ranks=2", gpus=1)
+    assert problem.remedy.startswith("take fewer replicas")
+
+
+@pytest.fixture
+def torch_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch is built for CPUs, on a machine with two GPUs."""
+    monkeypatch.setattr(resources, "installed", lambda name: "2.13.0+cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
-    assert gpu_count() == 2
+
+
+@pytest.mark.usefixtures("torch_for_cpus")
+def test_a_machine_with_gpus_and_a_pytorch_for_cpus_computes_on_the_cpu_and_says_why() -> None:
+    inputs = preflight(config(), "c.yaml")
+    assert (inputs.problems, inputs.device) == ([], "cpu")
+    assert "PyTorch 2.13.0+cpu is built for CPUs and does not use the 2 GPUs" in inputs.notes[0]
+
+
+@pytest.mark.usefixtures("torch_for_cpus")
+def test_gpus_that_the_installed_pytorch_cannot_use_are_refused() -> None:
+    (problem,) = preflight(config("cluster.device=cuda"), "c.yaml").problems
+    assert problem.key == "cluster.device"
+    assert "is built for CPUs" in problem.message
 
 
 def test_everything_is_reported_together(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(resources, "DRIVER", tmp_path / "gpus")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(resources, "installed", lambda name: "2.13.0+cu130")
     return monkeypatch
 
 

@@ -51,8 +51,8 @@ class ClusterConfig(Section):
     """An existing Ray cluster to join: ``auto``, or ``host:port`` of its head. By default the one
     that RAY_ADDRESS names, which ``ray job submit`` sets; without it a local one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of all pools; ``auto``: GPUs if there are any; ``gpu`` means ``cuda``. A run asks a
-    cluster that it joins, and takes one with ``wait_s`` for a cluster with GPUs."""
+    """Device of all pools; ``auto``: GPUs if PyTorch can use any; ``gpu`` means ``cuda``. A run
+    asks a cluster that it joins, and takes one with ``wait_s`` for a cluster with GPUs."""
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a GPU in GiB, which ``check`` and ``plan`` compare pools with (docs/memory.md). By
     default what nvidia-smi says on this machine, without what the driver reserves; a check of other

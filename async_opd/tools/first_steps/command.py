@@ -125,7 +125,8 @@ def add_quickstart(parser: argparse.ArgumentParser) -> None:
 
     It is the real pipeline, on models and data that come with async_opd. DIR then has
     quickstart.yaml and its inputs, to read and to change: existing files are kept. A
-    quickstart.yaml that was changed is run where DIR is named.
+    quickstart.yaml that was changed is run where DIR is named. On a machine with fewer GPUs than
+    its four pools take, they share them, in turns.
 
       async_opd quickstart
       async_opd quickstart first --set train.steps=50
@@ -232,8 +233,26 @@ def _quickstart(given: argparse.Namespace) -> int:
             print(on_one_line(f"wrote {path}"), flush=True)  # before the run's own lines
     run_dir = folder / "runs" / f"{NAME}-{time.strftime('%Y%m%d-%H%M%S')}"
     words = ["run", str(config.absolute()), f"--run-dir={run_dir}"]
-    words += [f"--set={text}" for text in given.overrides]
+    if shared := shared_gpus(config, given.overrides):
+        print(f"the pools share the GPUs of this machine, in turns: {' '.join(shared)}", flush=True)
+    words += [f"--set={text}" for text in (*shared, *given.overrides)]
     return main([*words, "--dry-run"] if given.dry_run else words)
+
+
+def shared_gpus(config: Path, overrides: list[str]) -> list[str]:
+    """Overrides by which the pools fit this machine's GPUs; none where they do without, or on CPUs.
+
+    The run reports problems of the config.
+    """
+    from async_opd.checks.resources import gpu_count, pools, resolve_device, sharing
+    from async_opd.config.load import load_config
+
+    try:
+        loaded, gpus = load_config(str(config), overrides), gpu_count()
+    except ConfigError:
+        return []
+    enough = loaded.cluster.joins or sum(pool.gpus for pool in pools(loaded)) <= gpus
+    return [] if enough or resolve_device(loaded, gpus) == "cpu" else sharing(loaded, gpus)
 
 
 def _completion(given: argparse.Namespace) -> int:

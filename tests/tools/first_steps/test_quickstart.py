@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_opd import cli
+from async_opd.checks import resources
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.tools.first_steps.command import CONFIG, INPUTS, copy_to
@@ -63,6 +64,26 @@ def test_nothing_is_written_through_a_link_in_the_directory(link: str, tmp_path:
     with contextlib.suppress(OSError):
         copy_to(folder)
     assert not outside.exists() or list(outside.iterdir()) == []
+
+
+def test_its_pools_share_the_gpus_of_a_machine_that_has_fewer_than_four(
+    quickstart: Callable[..., argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "gpu_count", lambda: 1)
+    given = quickstart(str(tmp_path))
+    shared = load_config(given.config, given.set)
+    assert sum(pool.gpus for pool in resources.pools(shared)) == 1
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_its_pools_share_no_gpus_where_there_are_enough_or_none(
+    gpus: int,
+    quickstart: Callable[..., argparse.Namespace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resources, "gpu_count", lambda: gpus)
+    assert quickstart(str(tmp_path)).set == []
 
 
 def test_the_copy_is_the_same_run_as_the_example(tmp_path: Path) -> None:
