@@ -139,8 +139,10 @@ def run(name: str, device: torch.device) -> Figures:
     kept, config = KeptMetrics(), packaged() / CONFIG
     with tempfile.TemporaryDirectory() as folder:
         student = config.parent / "quickstart" / "models" / "student"
-        made = mixture(Path(folder) / "mixture", student)
-        given = [one.replace("{mixture}", made) for one in RUNS[name]]
+        given = RUNS[name]
+        if any("{mixture}" in one for one in given):
+            made = mixture(Path(folder) / "mixture", student)
+            given = tuple(one.replace("{mixture}", made) for one in given)
         overrides = [*SHORT, f"run_dir={folder}/run", *given]
         if name != "cluster":  # whose machines may have GPUs where this one has none
             overrides.append(f"cluster.device={device.type}")
