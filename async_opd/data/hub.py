@@ -157,7 +157,7 @@ class HubSource(RowSource):
     """Its configuration (subset); by default its only or its default one."""
     split: Name = Field(default="train", min_length=1)
     """The split with the rows."""
-    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]+$", max_length=200)
     """Commit, tag or branch; by default the newest. A run notes the commit that it found."""
     files: list[str] | None = Field(default=None, min_length=1)
     """The files with the rows (``*.parquet``, ``*.jsonl``), in order; by default those that the

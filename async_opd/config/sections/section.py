@@ -51,7 +51,7 @@ class ModelSection(Section):
     model: str = Field(min_length=1)
     """Directory of a Hugging Face model, or a hub id. A name is a directory if its first part is a
     folder beside the config."""
-    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]+$", max_length=200)
     """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
     required, and a commit."""
     trust_remote_code: bool = False

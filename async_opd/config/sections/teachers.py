@@ -201,7 +201,7 @@ class EndpointTeacher(Teacher):
     model: str | None = Field(default=None, min_length=1)
     """Directory or hub id of the same model, whose tokenizer, vocabulary and length are compared
     with the student's. By default only the servers' answers are."""
-    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]+$", max_length=200)
     """Commit, tag or branch of a hub id; by default the newest."""
     api_key_env: Name | None = None
     """Environment variable with the servers' key, sent as a bearer token. The key itself is in no
