@@ -50,7 +50,8 @@ def imports() -> dict[str, set[str]]:
     """Everything that our modules import of vLLM, by its full name: the modules' paths."""
     found = defaultdict(set)
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "vllm" in text else []:
             names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "asname")]
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{name}" for name in names]

@@ -27,7 +27,8 @@ def imported(library: str) -> set[tuple[str, str]]:
     """Modules of a library and the names that our sources import from them."""
     found = set()
     for path in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if library in text else []:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == library:
                 found |= {(str(node.module), one.name) for one in node.names}
     return found

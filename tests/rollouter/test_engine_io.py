@@ -10,7 +10,6 @@ import pytest
 
 from async_opd.core.errors import RolloutFault
 from async_opd.core.samples import Rollout, VersionSpan
-from rollouter.engine_io import refuse_foreign_tokens, rollout_of
 from tests.conftest import make_prompt
 
 
@@ -29,6 +28,8 @@ def output(tokens: list[int], top_k: int, finish: str = "stop", versions: Any = 
 
 
 def rollout(found: Any, top_k: int) -> Rollout:
+    from rollouter.engine_io import rollout_of  # imports vLLM
+
     return rollout_of("p/0", make_prompt("p", "sort"), found, top_k)
 
 
@@ -59,6 +60,8 @@ def test_experts_are_the_engines_and_an_empty_response_is_a_rollout() -> None:
 
 
 def test_a_token_that_the_model_does_not_have_is_refused_before_the_engine() -> None:
+    from rollouter.engine_io import refuse_foreign_tokens
+
     prompt = make_prompt("p", "sort")
     highest = int(prompt.token_ids.max())
     refuse_foreign_tokens(prompt, "p/0", highest + 1)

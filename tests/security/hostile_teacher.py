@@ -11,11 +11,12 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-ZEROS = 64 << 20
+ZEROS = 16 << 20
 
 
 @dataclass
@@ -65,6 +66,7 @@ async def serving(server: Hostile) -> AsyncIterator[str]:
         yield str(running.make_url("")).rstrip("/")
 
 
+@cache
 def bomb() -> bytes:
     """Few bytes, which are ``ZEROS`` when they are decompressed."""
     return gzip.compress(
