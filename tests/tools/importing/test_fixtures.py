@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from string import Formatter
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -46,15 +47,22 @@ FILLED = {
 MODELS = {"STUDENT": "an-owner/a-student", "TEACHER": "an-owner/a-teacher"}
 
 
-@pytest.fixture(params=FIXTURES, ids=lambda path: path.name)
-def fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+keys_of = cache(lambda path: parse(path).keys)
+
+
+@pytest.fixture(autouse=True)
+def data_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATA_PATH", "/data")
+
+
+@pytest.fixture(params=FIXTURES, ids=lambda path: path.name)
+def fixture(request: pytest.FixtureRequest) -> Path:
     return Path(request.param)
 
 
 def draft_of(fixture: Path, **changed: Any) -> Draft:
     """The draft of a file, with some of its values changed."""
-    keys = parse(fixture).keys
+    keys = keys_of(fixture)
     framework = framework_of(fixture, keys, None)
     return drafted(framework, {**keys, **changed})
 
@@ -95,12 +103,21 @@ def mapped_lines(text: str) -> list[tuple[str, str, Any]]:
 
 
 def written(fixture: Path, folder: Path) -> str:
-    """The config that the command writes, whose exit code is that of its placeholders."""
-    target = folder / "config.yaml"
+    """The config that the command writes, once for each file."""
+    text = _written(fixture)
+    (folder / "config.yaml").write_text(text)
+    return text
+
+
+@cache
+def _written(fixture: Path) -> str:
+    """Of the command, whose exit code is that of the config's placeholders."""
     draft = draft_of(fixture)
     waits = bool(draft.fill_in or draft.another)
-    assert main(["import", str(fixture), "--output", str(target)]) == (2 if waits else 0)
-    return target.read_text()
+    with TemporaryDirectory() as folder:
+        target = Path(folder) / "config.yaml"
+        assert main(["import", str(fixture), "--output", str(target)]) == (2 if waits else 0)
+        return target.read_text()
 
 
 def test_the_result_loads_and_has_at_most_40_lines_beside_comments(
@@ -129,7 +146,7 @@ def test_a_value_that_needs_no_conversion_is_the_same_there_and_in_the_written_c
     fixture: Path, tmp_path: Path
 ) -> None:
     text = written(fixture, tmp_path)
-    keys = parse(fixture).keys
+    keys = keys_of(fixture)
     table = framework_of(fixture, keys, None).table
     plain = {key for key, entry in table.items() if entry.ours and entry.convert == "same"}
     single = {key for key in plain if not table[key].together} & keys.keys()
@@ -218,11 +235,11 @@ def write_rows(config: RunConfig, file: Path) -> None:
 
 def test_every_key_of_the_file_is_named_in_the_comments(fixture: Path, tmp_path: Path) -> None:
     words = set(re.split(r"[\s,:]+", written(fixture, tmp_path)))
-    assert sorted(parse(fixture).keys.keys() - words) == []
+    assert sorted(keys_of(fixture).keys() - words) == []
 
 
 def test_the_fixtures_are_of_all_frameworks() -> None:
-    found = [framework_of(path, parse(path).keys, None).name for path in FIXTURES]
+    found = [framework_of(path, keys_of(path), None).name for path in FIXTURES]
     assert len(found) >= 12
     assert set(found) == set(FRAMEWORKS) == set(NAMES)
 
