@@ -56,6 +56,7 @@ def older(tmp_path: Path) -> Path:
     return run
 
 
+@pytest.mark.usefixtures("one_bundle")
 def test_its_report_is_written(older: Path) -> None:
     assert main(["report", str(older)]) == 0
     assert 'pill completed">' in (older / "report.html").read_text()

@@ -55,9 +55,9 @@ METHODS = {"read_text", "read_bytes", "glob", "rglob", "iterdir", "readlink"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def functions() -> Iterator[tuple[str, Function]]:
-    """Every function of ours and its file, those within functions left out."""
-    for file, tree in sources():
+def functions(*words: str, below: tuple[str, ...] = ("",)) -> Iterator[tuple[str, Function]]:
+    """Every function of such files with such words, those within functions left out."""
+    for file, tree in sources(*words, below=below):
         for node in tree.body:
             for one in node.body if isinstance(node, ast.ClassDef) else [node]:
                 if isinstance(one, Function) and file != HOME:
@@ -81,7 +81,7 @@ def opens_by_a_plain_path(node: ast.AST) -> bool:
 def test_few_functions_take_a_plain_path_and_each_has_a_reason() -> None:
     found = {
         f"{file}: {one.name}"
-        for file, one in functions()
+        for file, one in functions("as_path", ".root")
         if any(map(takes_a_plain_path, ast.walk(one)))
     }
     assert found == PLAIN.keys()
@@ -89,10 +89,11 @@ def test_few_functions_take_a_plain_path_and_each_has_a_reason() -> None:
 
 
 def test_readers_open_files_by_the_type_alone() -> None:
+    words = (*METHODS, *(name.rpartition(".")[2] for name in CALLS))
     found = {
         f"{file}: {one.name}"
-        for file, one in functions()
-        if file.startswith(READERS) and any(map(opens_by_a_plain_path, ast.walk(one)))
+        for file, one in functions(*words, below=READERS)
+        if any(map(opens_by_a_plain_path, ast.walk(one)))
     }
     assert found == OTHERS.keys()
 
@@ -100,7 +101,7 @@ def test_readers_open_files_by_the_type_alone() -> None:
 def test_a_place_that_was_given_is_only_passed_on() -> None:
     """A plain path would be joined and opened with the links below it."""
     wrong = []
-    for file, one in functions():
+    for file, one in functions("Place"):
         arguments = (*one.args.args, *one.args.kwonlyargs)
         places = {a.arg for a in arguments if a.annotation and ast.unparse(a.annotation) == "Place"}
         for node in ast.walk(one):
