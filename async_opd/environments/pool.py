@@ -16,11 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import msgspec
 
-from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import named_variables
 from async_opd.config.sections.environment import ENVIRONMENT, EnvironmentConfig
 from async_opd.core.environments import AssistantMessage, Collateral, Opening, Outcome
@@ -28,6 +27,9 @@ from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.row import Row
 from async_opd.processes.user_process import Program, UserProcess, user_environ
 from async_opd.waiting.deadline import Bound, Timer
+
+if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
 
 PROGRAM = "async_opd.environments.environment_process"
 LINE_BYTES = 1 << 24

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,58 +59,71 @@ async def end_of(episode: Any, message: AssistantMessage) -> BaseException:
     return found.value
 
 
-class TestAnEpisode:
-    async def test_begins_is_played_and_has_a_reward(self, pool: Pool, tmp_path: Path) -> None:
-        told = tmp_path / "told"
-        environments = pool(kwargs={"tell": str(told)})
-        (episode,) = await opened(environments, opening=" Add up.")
-        outcome = await episode.step(call("add", number=3))
-        assert [one["content"] for one in outcome.messages] == ["3"]
-        assert outcome.tool_s > 0
-        assert (await episode.step(AssistantMessage("done"))).done
-        assert await episode.reward() == 3.0
-        await episode.close()
-        await episode.close()
-        assert told.read_text() == "closed\n"
+async def test_an_episode_begins_is_played_and_has_a_reward(pool: Pool, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    environments = pool(kwargs={"tell": str(told)})
+    (episode,) = await opened(environments, opening=" Add up.")
+    outcome = await episode.step(call("add", number=3))
+    assert [one["content"] for one in outcome.messages] == ["3"]
+    assert outcome.tool_s > 0
+    assert (await episode.step(AssistantMessage("done"))).done
+    assert await episode.reward() == 3.0
+    await episode.close()
+    await episode.close()
+    assert told.read_text() == "closed\n"
 
-    async def test_has_its_own_state_beside_others_of_the_process(self, pool: Pool) -> None:
-        episodes = await opened(pool(), 3)
+
+async def test_an_episode_waits_for_room(pool: Pool) -> None:
+    environments = pool(concurrency=1)
+    (episode,) = await opened(environments)
+    waits = asyncio.create_task(environments.open())
+    await settle()
+    assert not waits.done()
+    await episode.close()
+    await (await waits).close()
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def shared() -> AsyncIterator[Environments]:
+    """One process for the tests of a class."""
+    environments = Environments(spec_of(processes=1), print)
+    yield environments
+    environments.close()
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestAnEpisode:
+    async def test_has_its_own_state_beside_others_of_the_process(
+        self, shared: Environments
+    ) -> None:
+        episodes = await opened(shared, 3)
         for number, episode in enumerate(episodes):
             await episode.step(call("add", number=number))
         assert [await episode.reward() for episode in episodes] == [0.0, 1.0, 2.0]
 
-    async def test_does_not_wait_for_others_of_the_process(self, pool: Pool) -> None:
-        slow, quick = await opened(pool(), 2)
-        waits = asyncio.create_task(slow.step(call("do", what="wait")))
-        await quick.step(call("add", number=1))
-        assert not waits.done()
-        assert not (await waits).done
-
-    async def test_waits_for_room(self, pool: Pool) -> None:
-        environments = pool(concurrency=1)
-        (episode,) = await opened(environments)
-        waits = asyncio.create_task(environments.open())
+    async def test_does_not_wait_for_others_of_the_process(self, shared: Environments) -> None:
+        slow, quick = await opened(shared, 2)
+        waits = asyncio.create_task(slow.step(call("do", what="wait for another")))
         await settle()
-        assert not waits.done()
-        await episode.close()
-        await (await waits).close()
+        await quick.step(call("do", what="go on"))
+        assert [one["content"] for one in (await waits).messages] == ["done"]
 
-    async def test_may_have_large_answers_which_are_cut(self, pool: Pool) -> None:
-        (episode,) = await opened(pool())
+    async def test_may_have_large_answers_which_are_cut(self, shared: Environments) -> None:
+        (episode,) = await opened(shared)
         outcome = await episode.step(calls(("large", {"lines": 10**6}), ("add", {"number": 1})))
         large, small = [one["content"] for one in outcome.messages]
         assert large.startswith("a line?\n")
         assert (len(large), small) == (1 << 19, "1")
 
-    async def test_answers_names_that_no_text_has(self, pool: Pool) -> None:
-        (episode,) = await opened(pool())
+    async def test_answers_names_that_no_text_has(self, shared: Environments) -> None:
+        (episode,) = await opened(shared)
         outcome = await episode.step(call("\ud800"))
         assert (outcome.unknown, outcome.messages[0]["name"]) == (1, "?")
 
-    async def test_that_was_never_begun_is_closed(self, pool: Pool) -> None:
-        environments = pool()
-        await (await environments.open()).close()
-        assert environments.episodes == 1
+    async def test_that_was_never_begun_is_closed(self, shared: Environments) -> None:
+        before = shared.episodes
+        await (await shared.open()).close()
+        assert shared.episodes == before + 1
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from async_opd.processes.user_process import Answer, UserProcess
 from tests.world.clock import settle
 
 WORLD = "tests.world.environments"
+ANOTHER = Event()
 
 
 def spec_of(kind: str = "class", start_s: float = 60, **section: Any) -> EnvironmentSpec:
@@ -207,14 +208,16 @@ def _then(what: str) -> None:
             signal.raise_signal(signal.SIGSEGV)
         case "memory":
             bytearray(3 * 10**9)
-        case "raise":
-            raise ValueError("no such square")
-        case "half":
-            raise ValueError("no such \ud800")
+        case "raise" | "half":
+            raise ValueError(f"no such {'square' if what == 'raise' else chr(0xD800)}")
         case "interrupt":
             raise KeyboardInterrupt
         case "wait":
             time.sleep(3.0)
+        case "wait for another":
+            assert ANOTHER.wait(60)
+        case "go on":
+            ANOTHER.set()
 
 
 class FakeHost:
