@@ -130,12 +130,12 @@ class TestAnEpisode:
 class TestAFault:
     @pytest.mark.parametrize(
         ("message", "found"),
-        [("hang", "step took longer than 5 s"), ("exit", "exit code 3"), ("die", "signal 11")],
+        [("hang", "step took longer than 2 s"), ("exit", "exit code 3"), ("die", "signal 11")],
     )
     async def test_is_of_the_episode_alone_and_its_neighbours_begin_again(
         self, pool: Pool, message: str, found: str
     ) -> None:
-        environments = pool(timeouts={"step_s": 5 if message == "hang" else 60})
+        environments = pool(timeouts={"step_s": 2 if message == "hang" else 60})
         bad, good, other = await opened(environments, 3)
         fault = await end_of(bad, call("do", what=message))
         assert isinstance(fault, RolloutFault)
@@ -183,8 +183,9 @@ class TestAFault:
         environments.close()
 
     async def test_of_code_that_stops_the_whole_process_is_of_the_only_one_at_work(
-        self, pool: Pool
+        self, pool: Pool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr("async_opd.environments.pool.PING_S", 1.0)
         environments = pool(timeouts={"step_s": 0.5})
         bad, good = await opened(environments, 2)
         assert isinstance(await end_of(bad, call("do", what="lock")), RolloutFault)
@@ -367,7 +368,7 @@ async def test_processes_inherit_no_secrets_but_those_that_are_given(
     ("factory", "fields", "found"),
     [
         ("Counter", {}, None),
-        ("Counter", {"then": "hang"}, "reset took longer than 5 s"),
+        ("Counter", {"then": "hang"}, "reset took longer than 2 s"),
         ("Counter", {"then": "exit"}, "its process died (exit code 3)"),
         ("NeedsField", {}, "board"),
         ("WithoutReset", {}, "has no method reset"),
@@ -376,7 +377,7 @@ async def test_processes_inherit_no_secrets_but_those_that_are_given(
 async def test_the_first_row_shows_whether_an_episode_can_begin(
     factory: str, fields: dict[str, str], found: str | None
 ) -> None:
-    spec = spec_of(factory=f"{WORLD}:{factory}", timeouts={"reset_s": 5})
+    spec = spec_of(factory=f"{WORLD}:{factory}", timeouts={"reset_s": 2})
     fault = await environment_fault(spec, row(**fields))
     assert (fault is None) == (found is None)
     if fault is not None:

@@ -213,7 +213,7 @@ def _then(what: str) -> None:
         case "interrupt":
             raise KeyboardInterrupt
         case "wait":
-            time.sleep(3.0)
+            time.sleep(1.0)
         case "wait for another":
             assert ANOTHER.wait(60)
         case "go on":
