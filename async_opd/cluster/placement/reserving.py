@@ -124,7 +124,7 @@ async def _grown(bundles: GpuBundles) -> None:
     free = {node.id: node.free for node in found}
     for unit, node in growth(bundles.units, bundles.needed, free, marks_of(found)).items():
         await asyncio.to_thread(bundles.create, unit, node)
-        with suppress(TimeoutError):  # another run took them: ``watching`` gives this place up
+        with suppress(TimeoutError):  # another run took them: ``Growth`` gives this place up
             async with asyncio.timeout(ANSWER_S):
                 await bundles.one_placed(unit)
 
