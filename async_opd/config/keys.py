@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -213,7 +214,8 @@ def _all_keys(annotation: Any, prefix: str) -> Iterator[str]:
         yield from _all_keys(info.annotation, f"{prefix}{name}.")
 
 
-def _annotations(key: str) -> list[Any]:
+@lru_cache(1000)
+def _annotations(key: str) -> Sequence[Any]:
     """The annotations of the values that a dotted key can have."""
     places: list[Any] = [ROOT]
     for part in key.split(".") if key else []:

@@ -19,6 +19,8 @@ from tests.world.wandb_server import PATIENCE_S, HostedRun, WandbServer
 
 pytestmark = pytest.mark.slow
 
+IN_A_SECOND = ("TRANSMIT_INTERVAL", "RETRY_WAIT_MIN_SECONDS", "RETRY_WAIT_MAX_SECONDS")
+"""Waits of wandb's own process, which are 15 s and more."""
 PART = """
 import sys
 from pathlib import Path
@@ -60,6 +62,7 @@ def part(url: str, folder: Path, how: str = "new", init_s: float = 60) -> Iterat
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     env |= {"WANDB_BASE_URL": url, "WANDB_API_KEY": "k" * 40, "HOME": str(folder.parent)}
     env |= {"PYTHONPATH": str(Path(__file__).parents[2])}
+    env |= {f"WANDB__FILE_STREAM_{name}": "1" for name in IN_A_SECOND}
     process = subprocess.Popen(
         [sys.executable, "-c", PART, str(folder), how, str(init_s)],
         stdin=subprocess.PIPE,
