@@ -16,6 +16,8 @@ BIN := .venv/bin
 TORCH := 2.13.0
 SGLANG := 0.5.23
 LOCK ?= prefer
+# Where it is set, each of the hundred processes that tests start compiles all of its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 TWO := -n 2 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 BOUNDED := tests/chaos/test_kills.py tests/chaos/test_sync.py
