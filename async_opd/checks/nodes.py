@@ -130,7 +130,7 @@ def _code_faults(probe: Probe) -> Iterator[tuple[str, str]]:
 
 
 IMPORT = """
-import sys
+import os, sys
 from async_opd.config.user_code import TRANSPORTS, UserCodeError, user_object, user_transport
 from async_opd.processes.own_settings import set_parent_death_signal
 set_parent_death_signal()
@@ -138,14 +138,15 @@ name, group = sys.argv[1:]
 try:
     user_transport(name) if group == TRANSPORTS else user_object(name, group)
 except UserCodeError as error:
-    sys.exit(str(error))
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
 """
 
 
 def _import_fault(name: str, group: str, bound_s: float) -> str:
     """The error of a process that imports what the name means; '' if there is none."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-u", "-P", "-c", IMPORT, name, group]  # its error comes last
+    command = [sys.executable, "-P", "-c", IMPORT, name, group]
     with tempfile.TemporaryFile() as output:  # a child of its could keep a pipe open
         try:
             code = subprocess.run(

@@ -6,6 +6,7 @@ It reads the files that a config names; it imports neither torch, ray, vllm nor 
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from async_opd.checks.memory_fit import check_memory
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.precision import check_precision
 from async_opd.checks.resources import (
+    built_for_cpus,
     gpu_count,
     misplaced,
     pools,
@@ -179,7 +181,7 @@ def _hardware(
         found.add("train.moments", message, "pip install async-opd[lowbit]")
     if device == "cpu":
         if config.cluster.device == "auto" and (unused := unused_gpus()):
-            found.notes.append(f"cluster.device: auto is cpu: {unused}")
+            found.notes.append(f"cluster.device: auto is cpu, since {unused}")
         models.head_sizes()
         if config.train.offload != "none":
             found.notes.append("train.offload has no effect: on a CPU all is in host memory")
@@ -194,10 +196,12 @@ def _hardware(
         terms = " + ".join(pool.term for pool in wanted)
         message = f"the pools take {total} GPUs ({terms}), this machine has {gpus}"
         remedy = "take fewer replicas, or join a larger cluster with cluster.address"
-        if unused := unused_gpus():
-            message = f"is cuda, and {unused}"
-            remedy = "pip install 'async-opd[gpu]', or set cluster.device: cpu"
+        if build := built_for_cpus():
+            message = f"is cuda, and {unused_gpus() or build}"
+            remedy = "install 'async-opd[gpu]' in a new environment, or set cluster.device: cpu"
         elif shared := sharing(config, gpus):
-            remedy = f"share GPUs, in turns: {' '.join(shared)}; or {remedy}"
-        found.add("cluster.device" if unused else "cluster", message, remedy)
+            remedy = (
+                f"share GPUs, in turns, if their memory suffices: {shlex.join(shared)}; {remedy}"
+            )
+        found.add("cluster.device" if build else "cluster", message, remedy)
     check_memory(config, found, models.partial, "cuda", gpus)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from async_opd.config.load import with_overrides
 from async_opd.config.run_config import RunConfig
-from async_opd.config.sections.teachers import EndpointTeacher
+from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.core.distributions import installed
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.memory.pools import EVAL
@@ -40,18 +40,22 @@ def gpu_count() -> int:
     return 0 if built_for_cpus() else visible_gpus()
 
 
-def built_for_cpus() -> bool:
-    """Whether the installed PyTorch is built without CUDA, as the extra ``cpu`` needs it."""
-    return installed("torch").endswith("+cpu")
+def built_for_cpus() -> str:
+    """A sentence if the installed PyTorch is built for CPUs, by its version; else ''.
+
+    Builds whose version ends without ``+cpu`` are taken for builds with CUDA.
+    """
+    version = installed("torch")
+    return f"PyTorch {version} is built for CPUs" if version.endswith("+cpu") else ""
 
 
 def unused_gpus() -> str:
     """The reason why the GPUs of this machine are not used; '' if they are, or if it has none."""
+    build = built_for_cpus()
     try:
-        count = visible_gpus() if built_for_cpus() else 0
+        count = visible_gpus() if build else 0
     except ConfigError:  # a driver that nothing needs
         count = 0
-    build = f"PyTorch {installed('torch')} is built for CPUs"
     return f"{build} and does not use the {count} GPU{'s' * (count > 1)} here" if count else ""
 
 
@@ -98,23 +102,29 @@ def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
     if config.cluster.device != "auto":
         return config.cluster.device
     gpus = gpu_count() if gpus is None else gpus
-    return "cuda" if gpus or config.cluster.joins else "cpu"
+    joins = config.cluster.joins and not built_for_cpus()
+    return "cuda" if gpus or joins else "cpu"
 
 
 def with_device(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The config with the device of the cluster to join, and a note if that has no GPU.
+    """The config with the device of the cluster to join, and a note if that is the CPU.
 
     The cluster is asked where ``cluster.device`` does not say. One whose machines are to come
-    (``cluster.wait_s``) is taken for one with GPUs. StageError if it does not answer.
+    (``cluster.wait_s``) is taken for one with GPUs. Its machines have the PyTorch of this one
+    (``checks.nodes``). StageError if it does not answer.
     """
     cluster = config.cluster
     refuse_client(config)
-    if cluster.device != "auto" or cluster.joins is None or cluster.wait_s:
+    if cluster.device != "auto" or cluster.joins is None:
         return config, []
-    if gpus_of_cluster(cluster.joins, config.supervision.timeout_s):
+    cause = built_for_cpus()
+    if not cause and (
+        cluster.wait_s or gpus_of_cluster(cluster.joins, config.supervision.timeout_s)
+    ):
         return config, []
+    cause = cause or f"the cluster at {cluster.joins} has no GPU"
     cluster = cluster.model_copy(update={"device": "cpu"})
-    note = f"cluster.device: auto is cpu, since the cluster at {cluster.joins} has no GPU"
+    note = f"cluster.device: auto is cpu, since {cause}"
     return config.model_copy(update={"cluster": cluster}), [note]
 
 
@@ -221,26 +231,27 @@ def pools(config: RunConfig) -> list[Pool]:
 def sharing(config: RunConfig, gpus: int) -> list[str]:
     """Overrides by which pools share GPUs and all together take at most ``gpus`` of them.
 
-    Teachers' engines move to the student's GPUs, then these to the trainer's. Empty if that is not
-    enough, or not valid.
+    Teachers' engines move to the student's GPUs, one after the other, then the student's to the
+    trainer's; those that cannot move stay. Empty if that is not enough. Memory is not compared.
     """
-    own = [
-        f"teachers.{name}"
+    moves = {
+        f"teachers.{name}": "rollout"
         for name, teacher in config.teachers.items()
-        if not isinstance(teacher, EndpointTeacher) and teacher.host is None
-    ]
+        if isinstance(teacher, EngineTeacher) and "." not in name  # which would divide the key
+    } | {"rollout": "train"}
+    dedicated = {pool.name for pool in pools(config) if pool.shares is None}
     found: list[str] = []
-    for guests, host in ((own, "rollout"), (["rollout"] * (config.rollout.host is None), "train")):
-        found += [
-            f"{one}.{key}" for one in guests for key in ("placement=colocated", f"with={host}")
-        ]
-        tree = with_overrides(config.model_dump(by_alias=True), found)
+    for pool, host in moves.items():
+        more = [*found, f"{pool}.placement=colocated", f"{pool}.with={host}"]
         try:
+            tree = with_overrides(config.model_dump(by_alias=True), more)
             changed = RunConfig.model_validate(tree)
-        except ValueError:
+        except (ConfigError, ValueError):
             continue
-        if sum(pool.gpus for pool in pools(changed)) <= gpus and not any(misplaced(changed)):
-            return found
+        if pool in dedicated and not any(misplaced(changed)):
+            found = more
+            if sum(one.gpus for one in pools(changed)) <= gpus:
+                return found
     return []
 
 

@@ -147,24 +147,22 @@ class Remote:
         """
         host = cls(name, None, timeout_s)
         failed: StageError | None = None  # by the network, the last time
-        since = before = 0.0
+        since, warned = 0.0, False
 
         async def asked() -> ActorPlacement | None:
-            nonlocal failed, since, before
+            nonlocal failed, since, warned
             try:
-                place = await host._asked(actor)
+                return await host._asked(actor)
             except StageError as error:
                 if not isinstance(error.__cause__, RpcError):
                     raise
                 now = monotonic()
-                since, before = (since, before) if failed else (now, now)
-                if before - since < LASTS_S <= now - since:
-                    lasts = f"it has failed for {now - since:.0f} s, and is tried for"
-                    notify(f"{name}: {error.cause}; {lasts} {timeout_s:g} s at most")
-                failed, before = error, now
+                failed, since = error, since if failed else now
+                if not warned and now - since >= LASTS_S:
+                    warned = True
+                    lasts = f"{error.cause}, for {now - since:.0f} s now"
+                    notify(f"{name}: {lasts}; it is asked for {timeout_s:g} s; {error.remedy}")
                 return None
-            failed = None
-            return place
 
         async def again() -> ActorPlacement:
             while (place := await asked()) is None:  # noqa: ASYNC110
@@ -181,10 +179,10 @@ class Remote:
         except StageTimeout as late:
             if failed is None:
                 raise
-            raise StageTimeout(name, f"{late.cause}: {failed.cause}", late.remedy) from failed
+            raise StageTimeout(name, f"{late.cause}: {failed.cause}", failed.remedy) from failed
 
     async def _asked(self, actor: str) -> ActorPlacement | None:
-        """The place of the actor's process; None if there is none, or it cannot be reached.
+        """The place of the actor's process; None if it is not there, or the head is silent.
 
         StageError by an RpcError if the network to it fails.
         """

@@ -111,8 +111,11 @@ def evaluate(
     others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
     problems = [problem for problem in inputs.problems if problem.key not in others]
     needed = next(pool.gpus for pool in pools(evaluated) if pool.name == EVAL)
-    if device == "cuda" and not evaluated.cluster.joins and needed > gpu_count():
-        message = f"the engines take {needed} GPUs, this machine has {gpu_count()}"
+    refused = any(problem.key == "cluster.device" for problem in problems)
+    if device == "cuda" and not (evaluated.cluster.joins or refused) and needed > gpu_count():
+        message = (
+            f"the engines take {needed} GPU{'s' * (needed > 1)}, this machine has {gpu_count()}"
+        )
         problems.append(Problem(where, "cluster", message, "take fewer replicas"))
     if not inputs.eval and not problems:
         message = "no source of prompts to evaluate on"

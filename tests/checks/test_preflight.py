@@ -39,6 +39,16 @@ def test_two_gpus_are_shared_by_engines_alone() -> None:
     assert "rollout.with=train" not in remedy
 
 
+def test_a_teacher_that_cannot_move_hinders_no_other_pool() -> None:
+    replicas = "teachers.sort.replicas=2"  # more than the student has, whose GPUs it could share
+    assert "teachers.reverse.with=rollout" in one("cluster.device=cuda", replicas, gpus=4).remedy
+
+
+def test_a_teacher_whose_name_is_not_a_word_is_quoted() -> None:
+    named = "teachers={a b: {model: quickstart/models/teacher-sort, sources: [sort, reverse]}}"
+    assert "'teachers.a b.with=rollout'" in one("cluster.device=cuda", named, gpus=1).remedy
+
+
 def test_pools_that_cannot_share_get_no_keys_to_do_so() -> None:
     problem = one("cluster.device=cuda", "train.ranks=2", gpus=1)
     assert problem.remedy.startswith("take fewer replicas")
@@ -59,7 +69,11 @@ def test_a_machine_with_gpus_and_a_pytorch_for_cpus_computes_on_the_cpu_and_says
 
 
 @pytest.mark.usefixtures("torch_for_cpus")
-def test_gpus_that_the_installed_pytorch_cannot_use_are_refused() -> None:
+@pytest.mark.parametrize("visible", ["0,3", ""])
+def test_gpus_that_the_installed_pytorch_cannot_use_are_refused(
+    visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     (problem,) = preflight(config("cluster.device=cuda"), "c.yaml").problems
     assert problem.key == "cluster.device"
     assert "is built for CPUs" in problem.message

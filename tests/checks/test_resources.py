@@ -19,7 +19,6 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(resources, "DRIVER", tmp_path / "gpus")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(resources, "installed", lambda name: "2.13.0+cu130")
     return monkeypatch
 
 
@@ -98,3 +97,12 @@ def test_replicas_that_only_evaluate_are_a_pool_with_gpus_of_its_own() -> None:
     taken = {pool.name: pool.gpus for pool in resources.pools(config("eval.replicas=2"))}
     assert taken["eval"] == 2
     assert "eval" not in {pool.name for pool in resources.pools(config())}
+
+
+def test_a_joined_cluster_of_a_pytorch_for_cpus_computes_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resources, "installed", lambda name: "2.13.0+cpu")
+    joined, notes = resources.with_device(config("cluster.address=10.0.0.1:6379"))
+    assert joined.cluster.device == "cpu"
+    assert "PyTorch 2.13.0+cpu is built for CPUs" in notes[0]

@@ -25,8 +25,10 @@ from async_opd.tools.doctor.finding import Finding
 
 
 def devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
-    """A line for the device, and one for each pool. ``gpus``: GPUs of this machine."""
-    where = "of this machine" if config.cluster.joins is None else "of the cluster's driver"
+    """A line for the device, and one for each pool. ``gpus``: those that PyTorch can use here."""
+    where = (
+        "that PyTorch can use here" if config.cluster.joins is None else "of the cluster's driver"
+    )
     asked = ""
     if config.cluster.joins is not None and config.cluster.device == "auto":
         asked = " if the cluster has GPUs, which is asked when engines start"

@@ -186,6 +186,7 @@ def _init(given: argparse.Namespace) -> int:
 def _as_options(remedy: str) -> str:
     """A remedy in terms of a config, in those of the command."""
     remedy = remedy.replace("data.train: {path: …, data_source: NAME}", "--data NAME=PATH")
+    remedy = re.sub(r"\b(\S+\.(placement|with)=\w+)", r"--set \1", remedy)
     return re.sub(r"\bset ([a-z_.]+): (\w+)", r"add --set \1=\2", remedy)
 
 
@@ -234,7 +235,7 @@ def _quickstart(given: argparse.Namespace) -> int:
     run_dir = folder / "runs" / f"{NAME}-{time.strftime('%Y%m%d-%H%M%S')}"
     words = ["run", str(config.absolute()), f"--run-dir={run_dir}"]
     if shared := shared_gpus(config, given.overrides):
-        print(f"the pools share the GPUs of this machine, in turns: {' '.join(shared)}", flush=True)
+        print(on_one_line(f"pools share GPUs, in turns: {shlex.join(shared)}"), flush=True)
     words += [f"--set={text}" for text in (*shared, *given.overrides)]
     return main([*words, "--dry-run"] if given.dry_run else words)
 
@@ -242,7 +243,7 @@ def _quickstart(given: argparse.Namespace) -> int:
 def shared_gpus(config: Path, overrides: list[str]) -> list[str]:
     """Overrides by which the pools fit this machine's GPUs; none where they do without, or on CPUs.
 
-    The run reports problems of the config.
+    None either where ``overrides`` place pools. The run reports problems of the config.
     """
     from async_opd.checks.resources import gpu_count, pools, resolve_device, sharing
     from async_opd.config.load import load_config
@@ -251,7 +252,8 @@ def shared_gpus(config: Path, overrides: list[str]) -> list[str]:
         loaded, gpus = load_config(str(config), overrides), gpu_count()
     except ConfigError:
         return []
-    enough = loaded.cluster.joins or sum(pool.gpus for pool in pools(loaded)) <= gpus
+    enough = any("placement" in one for one in overrides) or loaded.cluster.joins
+    enough = enough or sum(pool.gpus for pool in pools(loaded)) <= gpus
     return [] if enough or resolve_device(loaded, gpus) == "cpu" else sharing(loaded, gpus)
 
 

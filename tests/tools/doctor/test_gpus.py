@@ -14,7 +14,7 @@ DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 
 def test_pools_on_gpus_have_their_gpus_named() -> None:
     lines = [one.found for one in devices(config("cluster.device=cuda"), "cuda", 4)]
-    assert lines[0] == "all pools compute on cuda; GPUs of this machine: 4"
+    assert lines[0] == "all pools compute on cuda; GPUs that PyTorch can use here: 4"
     assert lines[1].startswith("rollout: 1 replicas, 1 GPU each, ")
 
 

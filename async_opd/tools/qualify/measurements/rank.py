@@ -347,6 +347,8 @@ def cells(device: torch.device, shapes: list[str], tokens: tuple[int, ...]) -> I
         yield Cell(small, middle, "none", sequence, attention)
         if attention != "sdpa":
             yield Cell(small, middle, "selective", sequence, attention)
+            if compiles:
+                yield Cell(small, middle, "full", sequence, attention, compile=True)
     yield Cell(small, tokens[-1], "full", tokens[-1])  # one long sequence
     for count in (tokens[0], tokens[-1]):
         yield Cell(small, count, "none", sequence)
@@ -357,7 +359,7 @@ def cells(device: torch.device, shapes: list[str], tokens: tuple[int, ...]) -> I
 
 def kind_of(cell: Cell) -> str:
     """The row that has the cell."""
-    return "compiled" if cell.compile else "flash" if cell.attention == "flash" else ""
+    return "flash" if cell.attention == "flash" else "compiled" if cell.compile else ""
 
 
 def main(report: Report, kind: str = "") -> None:
