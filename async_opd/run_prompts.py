@@ -21,7 +21,7 @@ from async_opd.observability.stall import teachers_s
 from async_opd.waiting.reading_thread import ReadingThread
 
 
-def prompts_of(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStream:
+def training_prompts(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStream:
     """The prompts of the training, from those on that its start has left."""
     config = job.config
     return PromptStream(

@@ -28,7 +28,7 @@ from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.pictures import MEDIA, RecordedPrompts, Thumbnails
 from async_opd.pipeline import Pipeline
-from async_opd.run_prompts import cold_start_of, prompts_of
+from async_opd.run_prompts import cold_start_of, training_prompts
 from async_opd.waiting.deadline import Bound, in_thread
 from async_opd.waiting.reading_thread import ReadingThread
 
@@ -139,7 +139,7 @@ class Training:
         evaluated = evaluated_steps(job.run_dir)
         job.store.forget_evaluations(evaluated, self._notes.append)
         prompts = RecordedPrompts(
-            prompts_of(job, self.text, self._readers),
+            training_prompts(job, self.text, self._readers),
             self._thumbnails,
             seed=job.config.seed,
             share=job.config.log.microscope.share,

@@ -49,7 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     frees.
     """
     if hasattr(config, "workerinput"):
-        atexit.register(os._exit, 0)
+        worker = os.getpid()  # children that a test forks keep their exit codes
+        atexit.register(lambda: os.getpid() == worker and os._exit(0))
     else:
         atexit.register(gc.unfreeze)
 

@@ -183,7 +183,7 @@ async def train(
         if mirror is not None:
             mirror.notify = log.message
         with (
-            patch.object(trainings, "prompts_of", partial(from_cursor, faults)),
+            patch.object(trainings, "training_prompts", partial(from_cursor, faults)),
             patch.object(trainings, "evaluation_of", lambda *_: evaluated),
         ):
             reads: Any = PacedReads(stages.world.pace)

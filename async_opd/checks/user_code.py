@@ -28,7 +28,7 @@ REMEDY = "put its module on PYTHONPATH; docs/extending.md has examples"
 def check_user_code(config: RunConfig, found: Findings, load: bool) -> None:
     """Finds, or imports, code of a user's packages, and notes which servers are not asked.
 
-    ``async_opd.api`` imports the loss, which needs torch.
+    ``prepare.loss_problems`` imports the loss, which needs torch.
     """
     for name in config.log.loggers:
         if name in LOGGERS and importlib.util.find_spec(name) is None:

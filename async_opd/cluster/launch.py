@@ -28,7 +28,7 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.gpu_plan import RANKS
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
-from async_opd.cluster.launch_parts import processes
+from async_opd.cluster.launch_parts import ray_processes
 from async_opd.cluster.placement.by_importance import Placement, any_node
 from async_opd.cluster.placement.gpu_bundles import names
 from async_opd.cluster.placement.nodes import gpu_nodes
@@ -154,7 +154,7 @@ async def launch(
     Raises EngineStartError with the name of the first actor that did not start.
     """
     given = (device, eos_ids, factories or Factories(), notify)
-    async with processes(config, *given, waits=waits) as (actor_factory, reaper):
+    async with ray_processes(config, *given, waits=waits) as (actor_factory, reaper):
         hosts = {str(teacher.host) for teacher in config.teachers.values() if teacher.host}
         reserved = (actor_factory.bundles, hosts, notify, actor_factory.waits, gpu_nodes, names)
         compare = actor_factory.nodes.compare if actor_factory.nodes else any_node

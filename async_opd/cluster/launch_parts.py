@@ -34,7 +34,7 @@ from teachers.endpoint.replica import EndpointReplica
 
 
 @asynccontextmanager
-async def processes(
+async def ray_processes(
     config: RunConfig,
     device: Device,
     eos_ids: tuple[int, ...],
@@ -99,7 +99,7 @@ async def launch_evaluators(
     The stage is in this process; it has to be run. Raises EngineStartError as ``launch`` does.
     """
     given = (device, eos_ids, factories or Factories(), notify)
-    async with processes(config, *given, only={EVAL}) as (actor_factory, reaper):
+    async with ray_processes(config, *given, only={EVAL}) as (actor_factory, reaper):
         queue = await _image_queue(actor_factory)
         first = config.rollout.max_replicas
         indices = range(first, first + config.eval.min_replicas)
@@ -137,7 +137,7 @@ async def launch_replayer(
     """
     made = Factories(trainer=Factory("async_opd.cluster.trainer_actor:build_replayer"))
     given = (device, (), made, notify)
-    async with processes(config, *given, only={"train"}) as (actor_factory, reaper):
+    async with ray_processes(config, *given, only={"train"}) as (actor_factory, reaper):
         replayer = await actor_factory.trainer(None)
         if reaper is not None:
             reaper.track_descendants()
@@ -162,7 +162,7 @@ async def launch_teacher(
     is_server = isinstance(config.teachers[name], EndpointTeacher)
     only = set() if is_server else {f"teachers.{name}"}
     given = (device, eos_ids, Factories(), notify)
-    async with processes(config, *given, only=only) as (actor_factory, reaper):
+    async with ray_processes(config, *given, only=only) as (actor_factory, reaper):
         replicas: list[TeacherProxy | EndpointReplica] = []
         seen = [prompt for prompt in prompts if prompt.media]
         try:

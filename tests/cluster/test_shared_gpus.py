@@ -144,10 +144,11 @@ async def test_the_wait_for_gpus_has_a_bound_and_names_the_process(
     ("answers", "lines"),
     [
         ([FLICKER] * 9, 1),
-        ([FLICKER] * 3 + [UNREACHABLE] + [FLICKER] * 3, 0),
+        ([FLICKER] * 3 + [UNREACHABLE] + [FLICKER] * 3, 1),
+        ([FLICKER] * 3, 0),
         ([UNREACHABLE] * 9, 0),
     ],
-    ids=["for long", "twice for a short time", "a host that is only dead"],
+    ids=["for long", "with other answers", "for a short time", "a host that is only dead"],
 )
 async def test_a_network_to_the_host_that_fails_for_long_is_one_line(
     answers: list[Exception], lines: int, monkeypatch: pytest.MonkeyPatch
@@ -156,9 +157,9 @@ async def test_a_network_to_the_host_that_fails_for_long_is_one_line(
     assert await cluster.place() == HOST
     words = (
         "student/0: the network between its machine and this one failed during starting: "
-        "connection reset; it has failed for 5 s, and is tried for 5 s at most"
+        "connection reset, for 5 s now; it is asked for 5 s; "
     )
-    assert cluster.lines == [words] * lines
+    assert [line.startswith(words) for line in cluster.lines] == [True] * lines
 
 
 async def test_the_error_of_a_network_that_fails_to_the_end_of_the_wait_has_its_cause(
@@ -168,4 +169,4 @@ async def test_the_error_of_a_network_that_fails_to_the_end_of_the_wait_has_its_
     with pytest.raises(StageTimeout, match=r"longer than 0\.05 s: .*connection reset") as found:
         await cluster.place(0.05)
     assert isinstance(found.value.__cause__, StageError)
-    assert "engine_start_s" in found.value.remedy
+    assert "reachable" in found.value.remedy

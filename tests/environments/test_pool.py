@@ -377,7 +377,10 @@ async def test_processes_inherit_no_secrets_but_those_that_are_given(
 async def test_the_first_row_shows_whether_an_episode_can_begin(
     factory: str, fields: dict[str, str], found: str | None
 ) -> None:
-    spec = spec_of(factory=f"{WORLD}:{factory}", timeouts={"reset_s": 2})
+    spec = spec_of(
+        factory=f"{WORLD}:{factory}",
+        timeouts={"reset_s": 2 if fields.get("then") == "hang" else 60},
+    )
     fault = await environment_fault(spec, row(**fields))
     assert (fault is None) == (found is None)
     if fault is not None:

@@ -353,7 +353,7 @@ class Living:
             patch.object(mirrors, "state_s", lambda config: 60.0),
             patch.object(mirrors, "BackgroundWorker", self._uploads),
             patch.object(run_copies, "each_of", lambda work, items, at_once: [*map(work, items)]),
-            patch.object(trainings, "prompts_of", self._prompts),
+            patch.object(trainings, "training_prompts", self._prompts),
             patch.object(runs, "reading_of", lambda job: PacedReads(Pace(self.life.seed))),
             patch.object(trainings, "evaluation_of", self._evaluation),
             patch.object(asyncio, "to_thread", inline),

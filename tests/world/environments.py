@@ -216,6 +216,7 @@ def _then(what: str) -> None:
             time.sleep(1.0)
         case "wait for another":
             assert ANOTHER.wait(60)
+            ANOTHER.clear()
         case "go on":
             ANOTHER.set()
 

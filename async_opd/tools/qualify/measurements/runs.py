@@ -6,8 +6,8 @@ trainer and the weight syncs are those of any run; every sync is proven fresh.
     steps             steps that were trained
     wrong_weights     replicas that were found with wrong weights
     freshness_share   largest distance of an engine's held rows from the trainer's, over its limit
-    mismatch_error    multiplicative error of a probability between engine and trainer, the mean over
-                      tokens, of the step with the largest
+    mismatch_error    multiplicative error of a probability between engine and trainer, the mean
+                      over tokens, of the step with the largest
     sync_s            seconds of a weight sync, median; ``transfer_s``: of its transfer
     tokens_per_s      tokens that the trainer trained: the most of all steps
 """
