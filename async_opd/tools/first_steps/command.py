@@ -252,9 +252,11 @@ def shared_gpus(config: Path, overrides: list[str]) -> list[str]:
         loaded, gpus = load_config(str(config), overrides), gpu_count()
     except ConfigError:
         return []
-    enough = any("placement" in one for one in overrides) or loaded.cluster.joins
-    enough = enough or sum(pool.gpus for pool in pools(loaded)) <= gpus
-    return [] if enough or resolve_device(loaded, gpus) == "cpu" else sharing(loaded, gpus)
+    placed = any("placement" in one for one in overrides)
+    enough = sum(pool.gpus for pool in pools(loaded)) <= gpus or loaded.cluster.joins is not None
+    if placed or enough or resolve_device(loaded, gpus) == "cpu":
+        return []
+    return sharing(loaded, gpus)
 
 
 def _completion(given: argparse.Namespace) -> int:
