@@ -61,6 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture
+def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch counts as one that can use GPUs, whatever is installed."""
+    from async_opd.checks import resources
+
+    monkeypatch.setattr(resources, "installed", lambda name: "2.13.0+cu130")
+
+
 @pytest.fixture(scope="session")
 def one_bundle() -> Iterator[None]:
     """All pages of the process have one bundle of Vega's scripts, each of which takes 2 s."""

@@ -190,6 +190,7 @@ def test_a_loss_that_cannot_work_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("torch_for_gpus")
 @pytest.mark.parametrize(
     ("overrides", "gpus", "device"),
     [
@@ -203,7 +204,6 @@ def test_a_cluster_to_join_is_asked_whether_it_has_gpus(
     overrides: tuple[str, ...], gpus: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("async_opd.checks.resources.gpus_of_cluster", lambda address, bound: gpus)
-    monkeypatch.setattr("async_opd.checks.resources.built_for_cpus", str)
     config = load_config(EXAMPLE, ["cluster.address=10.0.0.1:6379", *FEW, *overrides])
     ready = prepare(config, "c.yaml")
     assert ready.config.cluster.device == device

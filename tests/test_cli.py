@@ -43,6 +43,7 @@ def test_check_has_whole_paths_of_models_at_any_width(
     assert [(row[1], row[-2]) for row in pools] == [("rollout", str(model)), ("train", str(model))]
 
 
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_check_says_that_only_a_run_asks_the_cluster_for_its_device(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,7 @@ except UserCodeError as error:
 def _import_fault(name: str, group: str, bound_s: float) -> str:
     """The error of a process that imports what the name means; '' if there is none."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-c", IMPORT, name, group]
+    command = [sys.executable, "-u", "-P", "-c", IMPORT, name, group]  # its error comes last
     with tempfile.TemporaryFile() as output:  # a child of its could keep a pipe open
         try:
             code = subprocess.run(

@@ -192,16 +192,17 @@ def _hardware(
         return
     wanted = pools(config)
     total = sum(pool.gpus for pool in wanted)
-    if total > gpus and not config.cluster.joins:  # of a cluster to join only Ray knows the GPUs
+    joins = config.cluster.joins  # only Ray knows the GPUs of a cluster to join
+    if (joins or total > gpus) and (build := built_for_cpus()):
+        message = f"is cuda, and {unused_gpus() or build}"
+        remedy = "install 'async-opd[gpu]' in a new environment, or set cluster.device: cpu"
+        found.add("cluster.device", message, remedy)
+    elif total > gpus and not joins:
         terms = " + ".join(pool.term for pool in wanted)
         message = f"the pools take {total} GPUs ({terms}), this machine has {gpus}"
         remedy = "take fewer replicas, or join a larger cluster with cluster.address"
-        if build := built_for_cpus():
-            message = f"is cuda, and {unused_gpus() or build}"
-            remedy = "install 'async-opd[gpu]' in a new environment, or set cluster.device: cpu"
-        elif shared := sharing(config, gpus):
-            remedy = (
-                f"share GPUs, in turns, if their memory suffices: {shlex.join(shared)}; {remedy}"
-            )
-        found.add("cluster.device" if build else "cluster", message, remedy)
+        if shared := sharing(config, gpus):
+            how = "share GPUs, in turns, if their memory suffices"
+            remedy = f"{how}: {shlex.join(shared)}; or {remedy}"
+        found.add("cluster", message, remedy)
     check_memory(config, found, models.partial, "cuda", gpus)

@@ -97,6 +97,7 @@ def gpu_bytes(config: RunConfig) -> int | None:
 def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
     """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster.
 
+    With a PyTorch for CPUs the cluster has it too, and ``auto`` is the CPU.
     Callers that start engines in a joined cluster ask it first: see ``with_device``.
     """
     if config.cluster.device != "auto":

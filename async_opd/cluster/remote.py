@@ -147,21 +147,24 @@ class Remote:
         """
         host = cls(name, None, timeout_s)
         failed: StageError | None = None  # by the network, the last time
-        since, warned = 0.0, False
+        since, last, warned = 0.0, 0.0, False
 
         async def asked() -> ActorPlacement | None:
-            nonlocal failed, since, warned
+            nonlocal failed, since, last, warned
             try:
-                return await host._asked(actor)
+                place = await host._asked(actor)
+                if monotonic() - last >= LASTS_S:
+                    failed = None
+                return place
             except StageError as error:
                 if not isinstance(error.__cause__, RpcError):
                     raise
                 now = monotonic()
-                failed, since = error, since if failed else now
+                failed, since, last = error, since if failed else now, now
                 if not warned and now - since >= LASTS_S:
                     warned = True
-                    lasts = f"{error.cause}, for {now - since:.0f} s now"
-                    notify(f"{name}: {lasts}; it is asked for {timeout_s:g} s; {error.remedy}")
+                    lasts = f"it fails for {now - since:.0f} s, and is asked again for at most"
+                    notify(f"{name}: {error.cause}; {lasts} {timeout_s:g} s in all; {error.remedy}")
                 return None
 
         async def again() -> ActorPlacement:

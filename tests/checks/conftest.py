@@ -1,13 +1,10 @@
-"""PyTorch counts as one for GPUs, whatever is installed: tests say how many GPUs there are."""
+"""Tests of checks say how many GPUs there are, and PyTorch counts as one that can use them."""
 
 from __future__ import annotations
 
 import pytest
 
-from async_opd.checks import resources
-
 
 @pytest.fixture(autouse=True)
-def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests of a PyTorch for CPUs name its version themselves."""
-    monkeypatch.setattr(resources, "installed", lambda name: "2.13.0+cu130")
+def pretended(torch_for_gpus: None) -> None:
+    """A test of a PyTorch for CPUs names its version itself."""

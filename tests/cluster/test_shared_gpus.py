@@ -157,9 +157,19 @@ async def test_a_network_to_the_host_that_fails_for_long_is_one_line(
     assert await cluster.place() == HOST
     words = (
         "student/0: the network between its machine and this one failed during starting: "
-        "connection reset, for 5 s now; it is asked for 5 s; "
+        "connection reset; it fails for 5 s, and is asked again for at most 5 s in all; "
     )
     assert [line.startswith(words) for line in cluster.lines] == [True] * lines
+
+
+async def test_a_network_that_failed_long_ago_is_not_the_cause_of_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, FLICKER, *[NONE] * 9, FLICKER, NONE)
+    with pytest.raises(StageTimeout) as found:
+        await cluster.place(0.2)
+    assert cluster.lines == []
+    assert "connection reset" not in str(found.value)
 
 
 async def test_the_error_of_a_network_that_fails_to_the_end_of_the_wait_has_its_cause(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from async_opd.checks import resources
 from async_opd.config.device_defaults import (
     ALLOCATOR_KEYS,
     engine_sizes,
@@ -114,11 +113,11 @@ def test_the_run_keeps_what_its_device_had(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_check_shows_what_auto_is(
     gpus: str, expected: list[str], cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(resources, "installed", lambda name: "2.13.0+cu130")
     lines = {line.strip() for line in cli("check", EXAMPLE, *FEW).out.splitlines()}
     shown = sorted(
         one for one in lines if one.startswith((*KEYS, "gradient_checkpointing", "compile:"))

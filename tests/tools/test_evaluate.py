@@ -124,9 +124,10 @@ def test_the_command_that_a_completed_run_prints_evaluates_its_model(
         ([str(MODELS / "student"), str(MODELS / "teacher-sort")], "name one model"),
         (["data.eval=[]"], "no source of prompts"),
         (["eval.grader=nonsense"], "eval.grader"),
-        (["cluster.device=cuda"], "the engines take 1 GPUs, this machine has 0"),
+        (["cluster.device=cuda"], "the engines take 1 GPU, this machine has 0"),
     ],
 )
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_bad_input_is_refused_before_an_engine_starts(
     started: list[Stage], cli: Cli, given: list[str], words: str
 ) -> None:

@@ -30,7 +30,7 @@ def devices(config: RunConfig, device: Device, gpus: int) -> Iterator[Finding]:
         "that PyTorch can use here" if config.cluster.joins is None else "of the cluster's driver"
     )
     asked = ""
-    if config.cluster.joins is not None and config.cluster.device == "auto":
+    if config.cluster.joins is not None and config.cluster.device == "auto" and device == "cuda":
         asked = " if the cluster has GPUs, which is asked when engines start"
     yield Finding("devices", "ok", f"all pools compute on {device}{asked}; GPUs {where}: {gpus}")
     if device == "cpu" and gpus:

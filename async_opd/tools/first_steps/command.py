@@ -170,7 +170,7 @@ def _init(given: argparse.Namespace) -> int:
     try:
         text, notes = checked_text(draft, target, given.overrides)
     except ConfigError as error:
-        problems = [replace(one, remedy=_as_options(one.remedy)) for one in error.problems]
+        problems = [replace(one, remedy=as_options(one.remedy)) for one in error.problems]
         shown = (without_secrets(dict([one.partition("=")[::2]])) for one in given.overrides)
         overrides = (f"--set={key}={value}" for one in shown for key, value in one.items())
         words = [str(target), *draft.words(), *overrides]
@@ -183,10 +183,11 @@ def _init(given: argparse.Namespace) -> int:
     return OK
 
 
-def _as_options(remedy: str) -> str:
+def as_options(remedy: str) -> str:
     """A remedy in terms of a config, in those of the command."""
     remedy = remedy.replace("data.train: {path: …, data_source: NAME}", "--data NAME=PATH")
-    remedy = re.sub(r"\b(\S+\.(placement|with)=\w+)", r"--set \1", remedy)
+    shared = r"('[^']*\.(?:placement|with)=\w+'|\b\S+\.(?:placement|with)=\w+)"
+    remedy = re.sub(shared, r"--set \1", remedy)
     return re.sub(r"\bset ([a-z_.]+): (\w+)", r"add --set \1=\2", remedy)
 
 
@@ -243,7 +244,7 @@ def _quickstart(given: argparse.Namespace) -> int:
 def shared_gpus(config: Path, overrides: list[str]) -> list[str]:
     """Overrides by which the pools fit this machine's GPUs; none where they do without, or on CPUs.
 
-    None either where ``overrides`` place pools. The run reports problems of the config.
+    None either where config or ``overrides`` place pools. The run reports problems of the config.
     """
     from async_opd.checks.resources import gpu_count, pools, resolve_device, sharing
     from async_opd.config.load import load_config
@@ -252,7 +253,8 @@ def shared_gpus(config: Path, overrides: list[str]) -> list[str]:
         loaded, gpus = load_config(str(config), overrides), gpu_count()
     except ConfigError:
         return []
-    placed = any("placement" in one for one in overrides)
+    sections = [loaded.rollout, *loaded.teachers.values()]
+    placed = any("placement" in section.model_fields_set for section in sections)
     enough = sum(pool.gpus for pool in pools(loaded)) <= gpus or loaded.cluster.joins is not None
     if placed or enough or resolve_device(loaded, gpus) == "cpu":
         return []

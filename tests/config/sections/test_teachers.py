@@ -176,6 +176,7 @@ def test_a_colocated_teacher_takes_no_gpu_of_its_own() -> None:
     assert (pool.gpus, pool.shares, pool.term) == (0, "rollout", "teachers.sort 0 (on rollout's)")
 
 
+@pytest.mark.usefixtures("torch_for_gpus")
 def test_gpus_that_are_shared_are_counted_once() -> None:
     gpus = "cluster.device=cuda"
     other = "teachers.reverse.placement=colocated", "teachers.reverse.with=train"

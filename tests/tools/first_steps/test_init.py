@@ -12,6 +12,7 @@ from async_opd.config.keys import all_keys, default_of
 from async_opd.config.load import load_config
 from async_opd.config.yaml_text import load_yaml
 from async_opd.core.errors import ConfigError
+from async_opd.tools.first_steps.command import as_options
 from async_opd.tools.first_steps.draft import SET, TUNED, Draft, completed, config_text
 from tests.world.cli import Cli
 
@@ -216,3 +217,9 @@ def test_answers_that_lack_a_key_are_a_command_to_which_the_remedies_add(
     ]
     repaired = [one.replace("--data=", "--data=sort=") for one in command]
     cli("init", *repaired, "--set", "data.prompt=question")
+
+
+def test_keys_of_a_remedy_are_options_and_quoted_ones_stay_one_word() -> None:
+    remedy = "share GPUs: rollout.placement=colocated 'teachers.a b.with=rollout'; or set a.b: c"
+    options = "share GPUs: --set rollout.placement=colocated --set 'teachers.a b.with=rollout'"
+    assert as_options(remedy) == f"{options}; or add --set a.b=c"

@@ -13,7 +13,7 @@ from async_opd import cli
 from async_opd.checks import resources
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
-from async_opd.tools.first_steps.command import CONFIG, INPUTS, copy_to
+from async_opd.tools.first_steps.command import CONFIG, INPUTS, copy_to, shared_gpus
 from tests.world.cli import Cli
 
 ROOT = Path(__file__).parents[3]
@@ -73,6 +73,12 @@ def test_its_pools_share_the_gpus_of_a_machine_that_has_fewer_than_four(
     given = quickstart(str(tmp_path))
     shared = load_config(given.config, given.set)
     assert sum(pool.gpus for pool in resources.pools(shared)) == 1
+
+
+def test_it_places_no_pools_where_the_user_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "gpu_count", lambda: 1)
+    assert shared_gpus(EXAMPLE, ["name=placement"]) != []
+    assert shared_gpus(EXAMPLE, ["rollout.placement=dedicated"]) == []
 
 
 @pytest.mark.parametrize("gpus", [0, 4])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from async_opd.checks import gpu_memory, resources
 from async_opd.config.load import load_config
@@ -42,6 +43,23 @@ def test_the_rows_that_need_torch_only_end_within_40_minutes() -> None:
 
 def test_every_row_fits_a_slice_of_ten_minutes() -> None:
     assert max(row.minutes for row in ROWS.values()) < 10
+
+
+def test_layers_compiled_with_flash_attention_are_of_its_row_and_others_of_theirs() -> None:
+    from async_opd.tools.qualify.measurements.rank import cells, kind_of
+
+    found = {(one.attention, kind_of(one)) for one in cells(torch.device("cuda"), ["a"], (1, 2, 3))}
+    assert {("flash", "flash"), ("flex", "compiled"), ("auto", "compiled")} <= found
+    assert ("flash", "compiled") not in found
+
+
+@pytest.mark.parametrize("fault", [{"compiled": False}, {"apart": 9.0}])
+def test_a_compiled_step_with_flash_attention_is_held_to_eager_layers(fault: Cell) -> None:
+    cell = {"what": "step", "compile": True, "compiled": True, "apart": 0.01, "peak_ratio": 0.5}
+    eager = {"what": "step", "compile": False, "peak_ratio": 1.0}
+    others: list[Cell] = [eager, {"what": "check", "check_s": 1.0}]
+    assert ROWS["flash"].broken([*others, cell], "cuda") == []
+    assert len(ROWS["flash"].broken([*others, {**cell, **fault}], "cuda")) == 1
 
 
 @pytest.mark.slow
