@@ -31,7 +31,7 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_for_gpus: None) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(nodes, "MIN_SHM_MIB", 0)
 
@@ -155,5 +155,5 @@ def test_a_cluster_that_is_not_running_is_a_failure_with_a_remedy() -> None:
         command, env={**os.environ, **soon}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1
-    assert "the cluster at '127.0.0.1:9' did not answer" in done.stderr
+    assert "cluster at '127.0.0.1:9'" in done.stderr
     assert "check cluster.address" in done.stderr
