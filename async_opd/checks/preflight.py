@@ -180,8 +180,9 @@ def _hardware(
         message = f"{config.train.moments} needs the package torchao, which is not installed"
         found.add("train.moments", message, "pip install async-opd[lowbit]")
     if device == "cpu":
-        if config.cluster.device == "auto" and (unused := unused_gpus()):
-            found.notes.append(f"cluster.device: auto is cpu, since {unused}")
+        cause = unused_gpus() or (built_for_cpus() if config.cluster.joins else "")
+        if config.cluster.device == "auto" and cause:
+            found.notes.append(f"cluster.device: auto is cpu, since {cause}")
         models.head_sizes()
         if config.train.offload != "none":
             found.notes.append("train.offload has no effect: on a CPU all is in host memory")
@@ -193,10 +194,12 @@ def _hardware(
     wanted = pools(config)
     total = sum(pool.gpus for pool in wanted)
     joins = config.cluster.joins  # only Ray knows the GPUs of a cluster to join
-    if (joins or total > gpus) and (build := built_for_cpus()):
-        message = f"is cuda, and {unused_gpus() or build}"
+    build = built_for_cpus()
+    if joins and build:  # a config may be checked on another machine than the cluster's
+        found.notes.append(f"cluster.device is cuda, and {build}: no run can start from here")
+    elif total > gpus and build:
         remedy = "install 'async-opd[gpu]' in a new environment, or set cluster.device: cpu"
-        found.add("cluster.device", message, remedy)
+        found.add("cluster.device", f"is cuda, and {unused_gpus() or build}", remedy)
     elif total > gpus and not joins:
         terms = " + ".join(pool.term for pool in wanted)
         message = f"the pools take {total} GPUs ({terms}), this machine has {gpus}"

@@ -157,3 +157,14 @@ def test_an_address_in_the_environment_that_names_no_node_is_refused(
     problem = one("cluster.device=cpu")
     assert (problem.where, problem.key) == ("the environment", "cluster.address")
     assert f"RAY_ADDRESS is {address}" in problem.message
+
+
+@pytest.mark.usefixtures("torch_for_cpus")
+@pytest.mark.parametrize(("given", "note"), [("auto", "auto is cpu"), ("cuda", "no run can start")])
+def test_the_config_of_a_cluster_can_be_checked_with_a_pytorch_for_cpus(
+    given: str, note: str
+) -> None:
+    joined = config("cluster.address=10.0.0.1:6379", f"cluster.device={given}")
+    inputs = preflight(joined, "c.yaml")
+    assert inputs.problems == []
+    assert any(note in one for one in inputs.notes)
