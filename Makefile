@@ -1,5 +1,5 @@
 # make quickstart     installs what a run needs and distils two teachers into one student (CPU, ~6 minutes)
-# make test           installs everything and runs all tests but the long ones (18 minutes on 2 cores)
+# make test           installs everything and runs all tests but the long ones (16 minutes on 2 cores)
 # make test-long      runs the long tests: first runs whose heartbeats or syncs are bounded by seconds, one after the other;
 #                     then all others, two at a time (29 to 37 minutes on 2 cores)
 # make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
