@@ -235,21 +235,21 @@ def sharing(config: RunConfig, gpus: int) -> list[str]:
     Teachers' engines move to the student's GPUs, one after the other, then the student's to the
     trainer's; those that cannot move stay. Empty if that is not enough. Memory is not compared.
     """
-    moves = {
-        f"teachers.{name}": "rollout"
+    moves = [
+        (f"teachers.{name}", "rollout")
         for name, teacher in config.teachers.items()
-        if isinstance(teacher, EngineTeacher) and "." not in name  # which would divide the key
-    } | {"rollout": "train"}
-    dedicated = {pool.name for pool in pools(config) if pool.shares is None}
+        if isinstance(teacher, EngineTeacher) and teacher.host is None
+        if "." not in name  # which would divide the key
+    ] + [("rollout", "train")] * (config.rollout.host is None)
     found: list[str] = []
-    for pool, host in moves.items():
+    for pool, host in moves:
         more = [*found, f"{pool}.placement=colocated", f"{pool}.with={host}"]
         try:
             tree = with_overrides(config.model_dump(by_alias=True), more)
             changed = RunConfig.model_validate(tree)
         except (ConfigError, ValueError):
             continue
-        if pool in dedicated and not any(misplaced(changed)):
+        if not any(misplaced(changed)):
             found = more
             if sum(one.gpus for one in pools(changed)) <= gpus:
                 return found

@@ -17,7 +17,7 @@ from async_opd.models.turns import History, Turns
 def check_templates(config: RunConfig, files: Mapping[str, ModelFiles], found: Findings) -> bool:
     """Whether prompts can be rendered; adds the problems if not. ``files``: models by key."""
     if "student.model" not in files:
-        return True  # there is no tokenizer either, which is reported
+        return True  # its tokenizer is missing too, which is reported
     count, text = len(found.problems), Text.of(config)
     _template(config, "student", config.student, text.chat, found)
     if len(found.problems) > count:

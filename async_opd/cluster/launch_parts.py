@@ -1,6 +1,6 @@
 """Starts Ray and a part of a run: engines that evaluate, a teacher, or the ranks that replay.
 
-``processes`` is Ray, with reserved GPUs, for the time of any launch.
+``ray_processes`` is Ray, with reserved GPUs, for the time of any launch, also of a whole run.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ async def end_of(episode: Any, message: AssistantMessage) -> BaseException:
 
 
 async def test_an_episode_begins_is_played_and_has_a_reward(pool: Pool, tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    environments = pool(kwargs={"tell": str(told)})
+    record = tmp_path / "record"
+    environments = pool(kwargs={"tell": str(record)})
     (episode,) = await opened(environments, opening=" Add up.")
     outcome = await episode.step(call("add", number=3))
     assert [one["content"] for one in outcome.messages] == ["3"]
@@ -70,7 +70,7 @@ async def test_an_episode_begins_is_played_and_has_a_reward(pool: Pool, tmp_path
     assert await episode.reward() == 3.0
     await episode.close()
     await episode.close()
-    assert told.read_text() == "closed\n"
+    assert record.read_text() == "closed\n"
 
 
 async def test_an_episode_waits_for_room(pool: Pool) -> None:
@@ -292,8 +292,8 @@ class TestAFault:
 @pytest.mark.slow
 class TestTheEnd:
     async def test_of_a_wait_leaves_no_environment(self, pool: Pool, tmp_path: Path) -> None:
-        told = tmp_path / "told"
-        environments = pool(concurrency=1, kwargs={"tell": str(told)})
+        record = tmp_path / "record"
+        environments = pool(concurrency=1, kwargs={"tell": str(record)})
         (episode,) = await opened(environments)
         step = asyncio.create_task(episode.step(call("do", what="wait")))
         await settle()
@@ -302,7 +302,7 @@ class TestTheEnd:
         await settle()
         closing.cancel()
         await (await environments.open()).close()  # room comes when it is closed
-        assert told.read_text() == "closed\n"
+        assert record.read_text() == "closed\n"
         assert environments.collateral == 0
 
     async def test_of_the_pool_ends_all_episodes(self, pool: Pool) -> None:

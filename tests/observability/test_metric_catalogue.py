@@ -154,7 +154,7 @@ def test_curves_of_the_live_view_are_of_one_key_and_have_a_format_for_numbers() 
 
 
 def advice() -> Iterator[tuple[str, str]]:
-    """What each panel tells to do, and every text of the verdicts, with where it stands."""
+    """The advice of each panel, and every text of the verdicts, each with its place."""
     yield from ((panel.title, f"{panel.normal} {panel.otherwise}") for panel in panels())
     tree = ast.parse(inspect.getsource(verdict))
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
