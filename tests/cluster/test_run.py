@@ -31,7 +31,9 @@ SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompt
 ONE_TEACHER = "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse]}}"
 """For what does not depend on their number: an engine less to start."""
 BEST = "checkpoint.keep_best=eval/*/accuracy"
-DONE = ["rollout.replicas=2", "async.max_version_lag=0", BEST, "checkpoint.every_steps=3"]
+EXACT = "train.export_dtype=float32"
+"""The engines' precision on a CPU: rounded to the student's bfloat16, 2 of 100 answers differ."""
+DONE = ["rollout.replicas=2", "async.max_version_lag=0", BEST, "checkpoint.every_steps=3", EXACT]
 BOUND_S = 900
 """Above all that a run takes beside another one: two at a time have taken 300 s for one of 35."""
 
@@ -232,15 +234,15 @@ def test_it_leaves_a_trace_and_an_offline_run_of_wandb(done: Run) -> None:
     assert json.loads((done.directory / "trace.json").read_text())["traceEvents"]
 
 
-def test_the_model_gives_the_reported_accuracy_in_transformers(done: Run) -> None:
+def test_the_model_gives_the_evaluated_answers_in_transformers(done: Run) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(done.directory / "model", dtype=torch.float32)
     text = Text(done.directory / "model")
-    rows = [json.loads(line) for line in (EXAMPLE.parent / "quickstart/data/eval.jsonl").open()]
-    rows = [row for row in rows if row["data_source"] == "sort"][:32]
+    rows = [json.loads(line) for line in (done.directory / "evals/step_6.jsonl").open()]
+    rows = [row for row in rows if row["data_source"] == "sort"]
     prompts = torch.tensor([text.encode(row["prompt"]) for row in rows])
     found = model.generate(
         prompts,
@@ -251,12 +253,12 @@ def test_the_model_gives_the_reported_accuracy_in_transformers(done: Run) -> Non
         return_dict_in_generate=True,
     )
     answers = [text.decode(tokens.tolist()) for tokens in found.sequences[:, prompts.shape[1] :]]
-    right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
     best, second = torch.stack(found.logits).topk(2).values.unbind(-1)
     # where two tokens are within rounding of each other, vLLM may take the other one
-    near = int((best - second < 1e-3).any(dim=0).sum())
-    reported = done.summary["eval/sort/accuracy"] * len(rows)
-    assert abs(right - reported) <= near + 1e-6
+    clear = (best - second > 1e-4).all(dim=0).tolist()
+    assert sum(clear) >= 30
+    for answer, row, certain in zip(answers, rows, clear, strict=True):
+        assert answer == row["response"] or not certain
 
 
 @pytest.fixture(scope="module")
