@@ -117,6 +117,7 @@ def test_a_config_is_read_without_libraries_of_data() -> None:
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_check_imports_neither_torch_nor_ray_nor_vllm() -> None:
     code = (
         "import sys; from async_opd.cli import main; main(sys.argv[1:]);"
@@ -237,6 +238,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("words", [["check", EXAMPLE, *FEW], ["run", "--help"], ["--help"]])
+@pytest.mark.slow
 def test_a_closed_pipe_is_silent_and_has_the_exit_code_of_sigpipe(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -264,6 +266,7 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
     assert "failed: [Errno 32] Broken pipe" in cli("check", EXAMPLE, code=1).err
 
 
+@pytest.mark.slow
 def test_a_full_disk_behind_standard_output_is_an_error() -> None:
     command = [sys.executable, "-m", "async_opd", "check", EXAMPLE, *FEW]
     with open("/dev/full", "w") as full:
@@ -275,6 +278,7 @@ def test_a_full_disk_behind_standard_output_is_an_error() -> None:
 @pytest.mark.parametrize(
     "words", [["plan", "--help"], ["import", "--help"], ["check", EXAMPLE, *FEW]]
 )
+@pytest.mark.slow
 def test_characters_that_the_encoding_lacks_are_escapes(words: list[str]) -> None:
     command = [sys.executable, "-m", "async_opd", *words]
     given = _environment(PYTHONIOENCODING="ascii")

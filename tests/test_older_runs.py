@@ -57,6 +57,7 @@ def older(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("one_bundle")
+@pytest.mark.slow
 def test_its_report_is_written(older: Path) -> None:
     assert main(["report", str(older)]) == 0
     assert 'pill completed">' in (older / "report.html").read_text()

@@ -317,6 +317,7 @@ def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
     shape=shapes_without("seed", "n"),
     n=st.sampled_from([2, 4]),
 )
+@pytest.mark.slow
 def test_whatever_fails_dies_and_has_copies_every_sample_has_one_state(
     seed: int, kills: Kills, faults: Faults, shape: dict[str, Any], **more: Any
 ) -> None:
@@ -462,6 +463,7 @@ def test_however_a_run_is_interrupted_each_step_has_a_row_and_each_due_evaluatio
 
 
 @pytest.mark.parametrize("ticks", [5, 20, 40])
+@pytest.mark.slow
 def test_evaluations_before_training_that_a_signal_broke_off_are_made_after_the_resume(
     tmp_path: Path, ticks: int
 ) -> None:
@@ -592,6 +594,7 @@ async def test_a_queue_that_dies_before_a_resume_has_pushed_its_weights_reissues
 
 
 @pytest.mark.parametrize("payloads", [True, False])
+@pytest.mark.slow
 async def test_a_queue_that_dies_at_any_moment_of_a_resume_loses_no_scored_sample(
     tmp_path: Path, payloads: bool
 ) -> None:

@@ -239,6 +239,7 @@ def test_whenever_the_trainer_dies_each_due_evaluation_is_accounted_for(
     shape=shapes_without("n"),
     n=st.sampled_from([2, 4]),
 )
+@pytest.mark.slow
 def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_one_state(
     deaths: list[int], faults: Faults, shape: dict[str, Any], **more: Any
 ) -> None:
@@ -582,6 +583,7 @@ async def test_with_few_checkpoints_a_run_still_goes_back_before_the_window(
     assert int(back) == 2  # the oldest one; step 4 is neither it nor the newest any more
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_that_hangs_when_the_run_goes_back_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ class MortalRollouter:
     seed=st.integers(0, 2**16),
     deaths=st.lists(st.tuples(st.integers(0, 120), st.integers(0, 20)), max_size=5),
 )
+@pytest.mark.slow
 def test_whenever_the_rollouter_dies_each_sample_is_trained_once(
     seed: int, deaths: list[tuple[int, int]]
 ) -> None:

@@ -79,6 +79,7 @@ def complete(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text('{"status": "completed"}')
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

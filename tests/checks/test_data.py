@@ -293,6 +293,7 @@ def test_a_grader_module_that_cannot_be_imported_is_a_problem(
     assert one(f"eval.grader=grader{len(code)}:f", load=True).key == "eval.grader"
 
 
+@pytest.mark.slow
 def test_a_graders_module_that_does_not_end_is_a_problem_after_the_bound_of_a_start(
     tmp_path: Path,
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_class_that_plays_is_no_problem() -> None:
     ("name", "words"),
     [("WithoutReset", "has no method reset"), ("WithoutHints", "type hint"), ("Nope", "'Nope'")],
 )
+@pytest.mark.slow
 def test_a_class_that_cannot_be_loaded_is_refused(name: str, words: str) -> None:
     problem = one(of_class(name), load=True)
     assert problem.key == "environment"
@@ -44,6 +45,7 @@ def test_a_class_that_cannot_be_loaded_is_refused(name: str, words: str) -> None
     assert problem.remedy
 
 
+@pytest.mark.slow
 def test_a_reset_that_hangs_at_the_first_row_is_refused(tmp_path: Path) -> None:
     entry = {"prompt": "a", "data_source": "sort", "answer": "b", "then": "hang"}
     data = rows(tmp_path, entry, {**entry, "data_source": "reverse"})

@@ -119,6 +119,7 @@ def test_a_large_cluster_that_is_too_small_is_refused_at_once() -> None:
     assert assign(engines(*sizes[1:]), room(*[8] * 75)) is not None
 
 
+@pytest.mark.slow
 def test_a_thousand_engines_are_assigned() -> None:
     sizes = [4] * 200 + [1] * 800
     found = assign(engines(*sizes), room(*[8] * 200))

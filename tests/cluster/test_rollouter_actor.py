@@ -203,6 +203,7 @@ async def test_replicas_that_died_are_ordered_together_and_serve_with_the_newest
     assert lines[-1] == "student/1 is rebuilt"
 
 
+@pytest.mark.slow
 async def test_a_replica_that_cannot_be_started_is_ordered_again(world: World) -> None:
     service = await world.runs()
     assert await world.die(1) == [1]

@@ -130,6 +130,7 @@ async def test_a_head_that_is_silent_is_not_asked_for_the_host(
     assert cluster.asked == 1
 
 
+@pytest.mark.slow
 async def test_the_wait_for_gpus_has_a_bound_and_names_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -162,6 +162,7 @@ FAILURES = [
 
 @pytest.mark.parametrize("answers", ["always", "again", "never"])
 @pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.slow
 async def test_a_process_that_cannot_be_reached_is_replaced_also_if_it_answers(
     world: World, failure: StageError, answers: str
 ) -> None:

@@ -12,6 +12,7 @@ from async_opd.config.precision import CACHES_ON_CPU, NEWEST, SCHEMES
 from trainer.student.quantization import GRIDS, rounded
 
 
+@pytest.mark.slow
 def test_the_type_of_a_transform_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     from compressed_tensors.registry import registry
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors

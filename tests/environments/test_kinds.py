@@ -37,6 +37,7 @@ def test_public_methods_are_tools_with_the_schema_of_their_hints_and_docstring()
     }
 
 
+@pytest.mark.slow
 def test_a_tool_is_shown_without_an_import_of_torch() -> None:
     program = f"""
 import sys

@@ -73,6 +73,7 @@ async def test_an_episode_begins_is_played_and_has_a_reward(pool: Pool, tmp_path
     assert record.read_text() == "closed\n"
 
 
+@pytest.mark.slow
 async def test_an_episode_waits_for_room(pool: Pool) -> None:
     environments = pool(concurrency=1)
     (episode,) = await opened(environments)
@@ -93,6 +94,7 @@ async def shared() -> AsyncIterator[Environments]:
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestAnEpisode:
+    @pytest.mark.slow
     async def test_has_its_own_state_beside_others_of_the_process(
         self, shared: Environments
     ) -> None:
@@ -351,6 +353,7 @@ asyncio.run(main())
         assert is_gone(child)
 
 
+@pytest.mark.slow
 async def test_processes_inherit_no_secrets_but_those_that_are_given(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def started(folder: Path, **env: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["bash", script, "my.yaml", "train.steps=8"], env=env)
 
 
+@pytest.mark.slow
 def test_the_slurm_script_starts_ray_on_all_nodes_and_the_run_on_the_first(tmp_path: Path) -> None:
     script = started(tmp_path, ENDS="3")
     assert script.wait(BOUND_S) == 3
@@ -68,6 +69,7 @@ def test_the_slurm_script_starts_ray_on_all_nodes_and_the_run_on_the_first(tmp_p
     refused(shlex.split(run)[2:])
 
 
+@pytest.mark.slow
 def test_slurms_signal_ends_the_run_as_an_interrupted_one(tmp_path: Path) -> None:
     script = started(tmp_path)
     until = time.monotonic() + BOUND_S

@@ -60,6 +60,7 @@ async def test_frozen_lake_of_gymnasium(begin: Begin) -> None:
 
 
 @pytest.mark.skipif(find_spec("textarena") is None, reason="needs pip install textarena")
+@pytest.mark.slow
 async def test_a_game_of_textarena(begin: Begin) -> None:
     spec = spec_of(factory="text_arena:TextArena", kwargs={"game": "GuessTheNumber-v0"})
     episode, shown = await begin(spec, row())

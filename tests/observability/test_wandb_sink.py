@@ -169,6 +169,7 @@ def test_a_run_does_not_join_one_that_the_process_has_not_finished(tmp_path: Pat
         assert list((tmp_path / name / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
+@pytest.mark.slow
 def test_a_wandb_that_takes_nothing_holds_up_nobody(
     tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_without_its_table_an_evaluation_has_metrics(tmp_path: Path, opened: lis
     assert [row["eval/sort/accuracy"] for _, row in opened[0].rows] == [0.5]
 
 
+@pytest.mark.slow
 def test_an_alert_comes_though_as_many_rows_wait_as_may(
     tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:

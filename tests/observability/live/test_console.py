@@ -134,6 +134,7 @@ def test_time_left_ignores_an_earlier_steps_evaluation(state: ViewState, clock: 
     assert state.left_s == 90
 
 
+@pytest.mark.slow
 def test_the_live_display_refreshes_while_no_step_arrives(
     state: ViewState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_the_live_display_refreshes_while_no_step_arrives(
     assert "runs/demo" in file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_display_that_broke_is_an_error_at_the_next_step(
     state: ViewState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

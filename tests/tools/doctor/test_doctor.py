@@ -49,6 +49,7 @@ def test_a_config_that_cannot_be_loaded_still_has_its_environment(cli: Cli) -> N
     assert "ok      environment  torch " in said
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys; from async_opd.cli import main; "

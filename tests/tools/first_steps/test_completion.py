@@ -63,6 +63,7 @@ def test_every_shell_has_a_script_for_the_command(shell: str, cli: Cli) -> None:
         (f"async_opd check {EXAMPLE} --set teachers.sort.wei", ["teachers.sort.weight="]),
     ],
 )
+@pytest.mark.slow
 def test_bash_completes_the_line(line: str, expected: list[str], tmp_path: Path) -> None:
     command = tmp_path / "async_opd"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m async_opd "$@"\n')

@@ -117,6 +117,7 @@ def test_keys_of_the_asynchronous_trainer_are_those_of_the_async_section(tmp_pat
     assert "  placement: dedicated\n" in text
 
 
+@pytest.mark.slow
 def test_the_command_needs_neither_torch_nor_ray_vllm_or_transformers() -> None:
     heavy = "".join(
         f"sys.modules[{name!r}] = None;" for name in ("torch", "ray", "vllm", "transformers")

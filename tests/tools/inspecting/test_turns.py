@@ -42,6 +42,7 @@ def test_a_single_turn_has_no_number(folder: Path, cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("one_bundle")
+@pytest.mark.slow
 def test_the_report_has_the_turns_between_their_tokens(folder: Path) -> None:
     assert main(["report", str(folder), "--no-plan"]) == 0
     page = (folder / "report.html").read_text()

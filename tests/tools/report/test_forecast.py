@@ -81,6 +81,7 @@ def test_without_speeds_or_a_gain_to_show_there_is_no_forecast(
     assert words == NO_GAIN
 
 
+@pytest.mark.slow
 def test_no_change_is_recommended_that_the_plan_finds_useless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
