@@ -1,7 +1,7 @@
 """The registries of prompt sources and weight transports: a new one is a module and an entry here.
 
 Entries are strings, because the modules lie in rooms that import the config. CONTRIBUTING.md shows
-how to write such a module.
+how to write such a module, and names the places of losses, graders, metrics and commands.
 """
 
 from __future__ import annotations

@@ -163,10 +163,9 @@ def has_verifier(row: Row) -> bool:
 
 def _named(name: str) -> Grader:
     if name in BUILT_IN:
+        if name in PACKAGES:
+            importlib.import_module(PACKAGES[name])
         return BUILT_IN[name]
-    if name == "math_verify":
-        importlib.import_module("math_verify")
-        return math_verify
     kind, colon, rest = name.partition(":")
     if kind == REGEX and colon:
         return functools.partial(matched, _pattern(rest))
@@ -189,8 +188,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def is_function(name: str) -> bool:
     """Whether a user's function grades, which may need no answer."""
-    known = (*BUILT_IN, ENVIRONMENT, "math_verify")
-    return not (name in known or name.startswith(f"{REGEX}:"))
+    return not (name in (*BUILT_IN, ENVIRONMENT) or name.startswith(f"{REGEX}:"))
 
 
 def find_grader(name: str) -> None:
@@ -302,12 +300,6 @@ def matched(pattern: re.Pattern[str], response: str, row: Row) -> Grade:
     return Grade(float(None not in (found, row.answer) and found == str(row.answer).strip()), found)
 
 
-BUILT_IN: dict[str, Grader] = {"exact": exact, "gsm8k": gsm8k}
-"""Graders that need no package."""
-KNOWN = ", ".join([*BUILT_IN, "math_verify", f"{REGEX}:PATTERN"])
-"""The graders that need no code of the user, for messages."""
-
-
 def math_verify(response: str, row: Row) -> Grade:
     """1 if both are the same mathematical value; ``grading.timeout_s`` replaces its timeouts."""
     from math_verify import parse, verify
@@ -320,6 +312,14 @@ def math_verify(response: str, row: Row) -> Grade:
     found = parse(response, parsing_timeout=None)
     score = float(verify(gold, found, timeout_seconds=None))
     return Grade(score, _spelled(found[0]) if found else None)
+
+
+BUILT_IN: dict[str, Grader] = {"exact": exact, "gsm8k": gsm8k, "math_verify": math_verify}
+"""Graders by their names in ``eval.grader``."""
+PACKAGES = {"math_verify": "math_verify"}
+"""Of graders that need one, which is imported when the grader is loaded."""
+KNOWN = ", ".join([*BUILT_IN, f"{REGEX}:PATTERN"])
+"""The graders that need no code of the user, for messages."""
 
 
 def _spelled(value: Any) -> str:

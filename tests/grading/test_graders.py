@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from async_opd.config.sections.data import DataConfig
+from async_opd.config.sections.evaluation import EvalConfig
 from async_opd.core.row import Row
 from async_opd.data.reasoning_gym import ReasoningGymSource
 from async_opd.data.stored_rows import read_source
 from async_opd.grading.accuracy import majority
-from async_opd.grading.graders import GradeError, load_grader
+from async_opd.grading.graders import BUILT_IN, GradeError, load_grader
 
 
 def row(answer: str) -> Row:
@@ -286,3 +287,8 @@ def test_a_score_outside_of_0_to_1_is_replaced_by_an_accuracy_beside_it_or_refus
 def test_a_grader_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises((ValueError, OSError)):
         load_grader(name)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_config_describes_every_built_in_grader(name: str) -> None:
+    assert f"``{name}``" in str(EvalConfig.model_fields["grader"].description)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.trainer.oracle import (
+    DIVERGENCES,
     ESTIMATES,
     Case,
     Tail,
@@ -137,3 +138,14 @@ def test_a_floor_is_refused_where_the_loss_is_finite_without_one(values: dict[st
         config(floor=-10.0, **values)
     with pytest.raises(ValidationError, match="less than 0"):
         config("reverse_kl", 0.0)
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_every_divergence_refuses_a_floor_or_has_it_in_its_loss(kind: str) -> None:
+    try:
+        floored = config(kind, -10.0)
+    except ValidationError:
+        return
+    x = excluding()
+    bounded, plain = (loss_of(build_objective(one), x) for one in (floored, config(kind, None)))
+    assert bounded.item() != plain.item()
