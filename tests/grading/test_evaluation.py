@@ -60,6 +60,19 @@ async def test_a_data_source_of_which_nothing_can_be_graded_is_an_error() -> Non
         await measured({"p", "q", "r"})
 
 
+def test_the_metrics_have_the_seconds_of_the_evaluation() -> None:
+    async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        await asyncio.sleep(3)
+        return list(map(make_rollout, ("p/0", "q/0", "r/0")))
+
+    async def measured_twice() -> list[float]:
+        evaluation = Evaluation(PROMPTS, SamplingSpec(4, 0.0, 1.0, 1), right)
+        found = [await evaluation.run(answers, "eval") for _ in range(2)]
+        return [one.metrics["eval/seconds"] for one in found]
+
+    assert run_virtually(measured_twice()) == pytest.approx([3, 3])
+
+
 TWO = (make_prompt("p", "t"), make_prompt("q", "u"))
 
 

@@ -110,6 +110,15 @@ class Lines(list[str]):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
+@pytest.mark.parametrize(
+    ("newest", "versions"), [({}, "version 4"), ({"eval/newest_version": 6.0}, "versions 4 to 6")]
+)
+def test_a_line_names_the_versions_of_the_answers(newest: dict[str, float], versions: str) -> None:
+    lines = Lines()
+    evaluations(k=1, log=lines).log({"eval/a/accuracy": 0.5} | newest, 4, 4)
+    assert lines[-1] == f"step 4, {versions}: eval/a 50.0%"
+
+
 def test_due_evaluations_that_there_will_never_be_are_named_when_the_next_one_is_logged() -> None:
     lines = Lines()
     made = evaluations(steps=40, k=1, logged=4, log=lines, every=2)
