@@ -31,7 +31,10 @@ def cut(step: int) -> Cut:
 
 
 def written(folder: Path, *steps: int, keep: int = 2, window: int = 0) -> Checkpoints:
-    store = Checkpoints(folder, keep, window)
+    return commit(Checkpoints(folder, keep, window), *steps)
+
+
+def commit(store: Checkpoints, *steps: int) -> Checkpoints:
     for step in steps:
         part = store.begin(step)
         (part / "trainer.safetensors").write_bytes(bytes(range(100)))
@@ -97,6 +100,15 @@ def test_a_rollback_removes_the_checkpoints_after_its_step_but_not_the_oldest(
 def test_a_run_that_may_roll_back_keeps_a_checkpoint_from_before_the_window(tmp_path: Path) -> None:
     store = written(tmp_path, *range(1, 12), keep=2, window=10)
     assert store.steps() == [1, 9, 10, 11]
+
+
+@pytest.mark.parametrize(("mode", "kept"), [("roll_back", [1, 9, 10, 11]), ("stop", [10, 11])])
+def test_the_checkpoints_of_a_config_reach_back_if_the_guardrail_does(
+    tmp_path: Path, mode: str, kept: list[int]
+) -> None:
+    sections: dict[str, Any] = {"checkpoint": {"keep": 2}, "guardrail": {"mode": mode}}
+    store = Checkpoints.of(config(**sections), tmp_path, [])
+    assert commit(store, *range(1, 12)).steps() == kept
 
 
 @given(
