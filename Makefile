@@ -19,6 +19,8 @@ LOCK ?= prefer
 # Where it is set, each of the hundred processes that tests start compiles all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 TWO := -n 2 --no-loadscope-reorder --dist
+# Tests with engines or Ray wait for half of their time, for a start or a timeout.
+THREE := -n 3 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 BOUNDED := tests/chaos/test_kills.py tests/chaos/test_sync.py
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
@@ -36,7 +38,7 @@ quickstart: .venv/run models
 
 test: .venv/installed models
 	$(BIN)/pytest $(TWO) loadscope $(SLOWEST) -m "not engine and not long"
-	$(BIN)/pytest $(TWO) loadfile $(SLOWEST) -m "engine and not long"
+	$(BIN)/pytest $(THREE) loadfile $(SLOWEST) -m "engine and not long"
 
 test-long: .venv/installed models
 	$(BIN)/pytest $(SLOWEST) -m long $(BOUNDED)
