@@ -154,6 +154,14 @@ def test_without_auto_there_are_no_factors_and_no_metrics() -> None:
     assert balancing.balance.text() == ""
 
 
+@pytest.mark.parametrize(("fault", "steps"), [("", 1), ("the loss is not finite", 0)])
+def test_the_gaps_of_a_skipped_step_are_not_taken(fault: str, steps: int) -> None:
+    balancing = Balancing(TokenWeighting(auto=True))
+    balancing.factors(headers_of(batch(1)))
+    balancing.trained({"teacher/a/gap": 1.0, "teacher/b/gap": 3.0}, fault)
+    assert [balancing.balance.seen[name].gaps for name in "ab"] == [steps, steps]
+
+
 # ── steps ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -17,7 +17,7 @@ import pytest
 from async_opd.cluster.trainer_actor import build_batcher
 from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.samples import Sample
-from async_opd.core.stages import SCORED, STALE, topics
+from async_opd.core.stages import DEAD, SCORED, STALE, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_sample
 from tests.world.clock import ManualTimer, settle
@@ -142,6 +142,17 @@ async def test_what_is_dropped_is_let_go_and_its_lease_finished(scored: MessageQ
     assert await taken(batcher) == ["b/0", "b/1"]
     await batcher.drop("a/1", ["a/0"])
     assert (await scored.stats())[SCORED].acked == 3
+
+
+async def test_what_is_given_up_is_a_dead_letter_and_its_lease_finished(
+    scored: MessageQueue,
+) -> None:
+    batcher = Batcher(scored, batch_size=2, group_size=2)
+    await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))
+    assert await taken(batcher) == ["b/0", "b/1"]
+    await batcher.give_up({"a/0": "too long"})
+    stats = await scored.stats()
+    assert (stats[SCORED].acked, stats[DEAD].ready) == (3, 1)
 
 
 async def test_what_comes_after_it_was_dropped_is_not_held(scored: MessageQueue) -> None:

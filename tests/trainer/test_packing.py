@@ -60,6 +60,12 @@ def test_no_step_takes_longer_than_by_tokens(lengths: list[int], budget: int, ra
     assert step_cost(found, lengths, costs) <= step_cost(before, lengths, costs)
 
 
+def test_a_step_costs_the_most_expensive_group_of_each_round_and_512_tokens() -> None:
+    """Costs are two for each token: 1024 a round."""
+    assigned = [[[0], [1]], [[2], [3]]]
+    assert step_cost(assigned, [10, 20, 30, 5], [20, 40, 60, 10]) == 1024 + 60 + 1024 + 40
+
+
 def test_ranks_idle_less_with_log_normal_lengths() -> None:
     """Of a 4B student on 8 ranks, in 10 steps of 256 samples of 2000 tokens in the median."""
     size = ModelSize(3_600_000_000, 388_000_000, (32 * 2 * 128,) * 36, (None,) * 36)
