@@ -13,14 +13,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from async_opd.config.precision import SCHEMES
 from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from async_opd.weight_sync.parameters import QUANTIZED
 from trainer.offload import HostBuffers
+from trainer.student.named_weights import frozen_names
+from trainer.student.quantization import fake_quantized, parts_of
+
+if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
+    from trainer.learner import Learner
 
 Parts = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
 CHUNK_BYTES = 256 << 20
@@ -148,3 +156,20 @@ def _event_behind_all_work() -> torch.cuda.Event | None:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def publisher_of(
+    config: RunConfig, learner: Learner, transport: Callable[[], Transport]
+) -> Publisher:
+    """Publishes the learner's weights, rounded where the config says so."""
+    scheme, named = config.sync.fake_quantization, config.rollout.engine.quantization
+    known = named is not None and SCHEMES[named].known
+    source = partial(learner.named_weights, copied=False)
+    return Publisher(
+        source if scheme is None else lambda: fake_quantized(source(), scheme),
+        transport,
+        digests=config.sync.verify_every > 0,
+        chunk_bytes=config.sync.chunk_mib << 20,
+        frozen=frozen_names(learner.model),
+        quantize=parts_of if known and config.rollout.tensor_parallel == 1 else None,
+    )

@@ -10,13 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from async_opd.cluster.network import own_address
 from async_opd.cluster.proxies import NO_TIMEOUT
 from async_opd.cluster.remote import Remote
-from async_opd.config.precision import SCHEMES
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError
 from async_opd.core.reports import Interval
@@ -25,11 +23,10 @@ from async_opd.models.engine_args import Device
 from async_opd.sharing.gpu_turns import GpuTurns
 from rollouter.transports import chosen, transport
 from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
-from trainer.publisher import Publisher, Transport
+from trainer.publisher import Transport, publisher_of
 from trainer.rank_group import GRACE_S, SINGLE_RANK, RankSpec
 from trainer.replay.replayer import Replayer
 from trainer.stage import TrainerStage
-from trainer.student.named_weights import frozen_names
 from trainer.vision.fetching import cache_of
 
 
@@ -42,26 +39,14 @@ def build_trainer(
 ) -> TrainerStage:
     """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
     from trainer.build import build_learner
-    from trainer.student.quantization import fake_quantized, parts_of
     from trainer.student.reference import rows_to_compare
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
     learner = build_learner(config, device, spec, rank_group)
-    scheme, named = config.sync.fake_quantization, config.rollout.engine.quantization
-    known = named is not None and SCHEMES[named].known
     batcher = build_batcher(config, queue)
     return TrainerStage(
         learner,
-        Publisher(
-            partial(learner.named_weights, copied=False)
-            if scheme is None
-            else lambda: fake_quantized(learner.named_weights(copied=False), scheme),
-            lambda: _transport(config, device),
-            digests=config.sync.verify_every > 0,
-            chunk_bytes=config.sync.chunk_mib << 20,
-            frozen=frozen_names(learner.model),
-            quantize=parts_of if known and config.rollout.tensor_parallel == 1 else None,
-        ),
+        publisher_of(config, learner, lambda: _transport(config, device)),
         batcher,
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,
