@@ -36,6 +36,7 @@ from trainer.rank import Rank
 from trainer.rank_group import RankGroup, RankSpec
 from trainer.saving.shards import Stamp
 from trainer.saving.state import training_state
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import full_tensor, join_mesh, own_part
 
 CPU = torch.device("cpu")
@@ -60,7 +61,9 @@ def student(layers: int) -> Any:
 def made_rank(spec: RankSpec, layers: int) -> Rank:
     """A rank with moments."""
     objective = build_objective(ForwardKLConfig())
-    rank = Rank(student(layers), objective, TrainConfig(), CPU, mesh=join_mesh(spec, CPU))
+    rank = Rank(
+        PlacedStudent(student(layers), objective, TrainConfig(), CPU, mesh=join_mesh(spec, CPU))
+    )
     for parameter in rank.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     rank.apply(1e-4)
@@ -69,7 +72,7 @@ def made_rank(spec: RankSpec, layers: int) -> Rank:
 
 def sharded(rank: Rank, folder: str) -> tuple[Part, Part]:
     """Each rank writes its own parts."""
-    return lambda: rank.capture(Stamp(1, 1, RANKS, "")), lambda: rank.write(folder)
+    return lambda: rank.state.capture(Stamp(1, 1, RANKS, "")), lambda: rank.write(folder)
 
 
 def gathered(rank: Rank, folder: str) -> tuple[Part, Part]:

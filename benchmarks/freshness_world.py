@@ -59,12 +59,13 @@ def make_learner(model: Any, dtype: str, lora: LoraConfig | None = None) -> Lear
     from trainer.losses import build_objective
     from trainer.rank import Rank
     from trainer.student.adapters import add_adapters
+    from trainer.student.placed import PlacedStudent
 
     if lora is not None:
         add_adapters(model, lora)
     train = TrainConfig(lr=STEP, steps=1, dtype="float32", lora=lora)
     objective, wire = build_objective(ForwardKLConfig()), getattr(torch, dtype)
-    return Learner(Rank(model, objective, train, torch.device("cpu"), wire_dtype=wire))
+    return Learner(Rank(PlacedStudent(model, objective, train, torch.device("cpu")), wire))
 
 
 def make_replicas(

@@ -32,10 +32,10 @@ from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
 from benchmarks.random_model import make_model
 from trainer.losses import build_objective
-from trainer.rank import Rank
 from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.check import check_student
 from trainer.student.loading import EmptyStudent
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import join_mesh, own_part
 
 CPU = torch.device("cpu")
@@ -96,7 +96,9 @@ def load_memory(model: Path, ranks: int) -> LoadMemory:
         objective, train = build_objective(ForwardKLConfig()), TrainConfig()
         with PrivatePeak() as loading:
             student = EmptyStudent(model)
-            Rank(student.model, objective, train, CPU, mesh=mesh, fill=lambda: student.fill(CPU))
+            PlacedStudent(
+                student.model, objective, train, CPU, mesh=mesh, fill=lambda: student.fill(CPU)
+            )
         share = sum(own_part(p.detach()).nbytes for p in student.model.parameters())
         with PrivatePeak() as checking:
             check_student(student.whole())

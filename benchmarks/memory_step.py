@@ -32,6 +32,7 @@ from trainer.losses.base import Tokens
 from trainer.rank import Rank
 from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.attention import VARLEN, register
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import join_mesh, reducing_last
 
 CPU = torch.device("cpu")
@@ -144,14 +145,17 @@ def measured(case: Case, mesh: Any = None) -> dict[str, int]:
     model = case.model()
     model.to = lambda *_: model  # a fake parameter has no data to move
     once = case.train.reduce_gradients == "step"
-    with patch("trainer.rank.all_reduce_once", lambda *_: once):  # fake ranks agree on no value
-        rank = Rank(model, build_objective(ForwardKLConfig()), case.train, CPU, mesh=mesh)
-    student, packed = rank._student_loss, row(case)
+    # fake ranks agree on no value
+    with patch("trainer.student.placed.all_reduce_once", lambda *_: once):
+        placed = PlacedStudent(
+            model, build_objective(ForwardKLConfig()), case.train, CPU, mesh=mesh
+        )
+    rank, student, packed = Rank(placed), placed.loss, row(case)
 
     def micro_batch() -> None:
-        with rank.precision():
+        with placed.precision():
             loss, _ = student(packed)
-        torch.autograd.backward(loss * rank.ranks)
+        torch.autograd.backward(loss * placed.ranks)
 
     micro_batch()
     rank.optimizer.step()  # the gradients stay: moments and gradients are there as of a step's end

@@ -30,6 +30,7 @@ from trainer.batcher import Batcher
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
+from trainer.student.placed import PlacedStudent
 
 TEACHER = "teacher"
 SAMPLED = SamplingSpec(max_tokens=DIGITS + 2, temperature=1.0, top_p=1.0, n=1)
@@ -194,7 +195,7 @@ async def distil(student: Any, teacher: Any, prompts: Any, steps: int, seed: int
     rollouts = Rollouts(TorchModel(student, seed), queue)
     objective = build_objective(config.loss)
     trained = TorchModel(student).model
-    learner = Learner(Rank(trained, objective, config.train, torch.device("cpu")))
+    learner = Learner(Rank(PlacedStudent(trained, objective, config.train, torch.device("cpu"))))
     training = Training(learner, Batcher(queue, batch_size=config.train.batch_size))
     stages: Any = SimpleNamespace(
         queue=queue,

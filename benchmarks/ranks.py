@@ -34,6 +34,7 @@ from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
 from trainer.rank_group import RankGroup, RankSpec
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import join_mesh
 
 CPU = torch.device("cpu")
@@ -102,7 +103,9 @@ def measured(ranks: int, sizes: argparse.Namespace) -> Measured:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> Measured:
         model = student(sizes.layers)
         mesh = None if spec is None else join_mesh(spec, CPU)
-        learner = Learner(Rank(model, objective, TRAIN, CPU, mesh=mesh), rank_group=rank_group)
+        learner = Learner(
+            Rank(PlacedStudent(model, objective, TRAIN, CPU, mesh=mesh)), rank_group=rank_group
+        )
         batches = [batch(seed, sizes.batch, sizes.tokens) for seed in range(sizes.steps)]
         seconds = []
         for samples in batches:
@@ -115,7 +118,9 @@ def measured(ranks: int, sizes: argparse.Namespace) -> Measured:
 
     def follow(spec: RankSpec) -> Follower:
         model = student(sizes.layers)
-        return Follower(Rank(model, objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
+        return Follower(
+            Rank(PlacedStudent(model, objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
+        )
 
     found: Measured = in_processes(ranks, lead, follow, 600)
     return found

@@ -42,6 +42,7 @@ from trainer.recorder import Recorder
 from trainer.student.attention_choice import platform_of
 from trainer.student.loading import set_attention
 from trainer.student.loss_module import StudentLoss
+from trainer.student.placed import PlacedStudent
 
 CPU = torch.device("cpu")
 VOCABULARY, K, PADDED = 2048, 64, 8
@@ -105,7 +106,7 @@ class Packing:
         self.computed = 0
         model = student()
         set_attention(model, "auto", platform_of(CPU, half=False))  # as ``build_rank`` does
-        self._rank = Rank(model, build_objective(ForwardKLConfig()), TRAIN, CPU)
+        self._rank = Rank(PlacedStudent(model, build_objective(ForwardKLConfig()), TRAIN, CPU))
         self._rank.model.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._learner = Learner(self._rank)
 

@@ -52,13 +52,18 @@ def rank_of(path: Path, spec: RankSpec | None) -> Any:
     from trainer.losses import build_objective
     from trainer.rank import Rank
     from trainer.student.loading import EmptyStudent
+    from trainer.student.placed import PlacedStudent
     from trainer.student.sharding import join_mesh
 
     torch.set_num_threads(1)
     mesh = None if spec is None else join_mesh(spec, CPU)
     student = EmptyStudent(path)
     objective, train = build_objective(ForwardKLConfig()), TrainConfig(dtype="float32")
-    return Rank(student.model, objective, train, CPU, mesh=mesh, fill=partial(student.fill, CPU))
+    return Rank(
+        PlacedStudent(
+            student.model, objective, train, CPU, mesh=mesh, fill=partial(student.fill, CPU)
+        )
+    )
 
 
 def make_replicas(path: Path) -> list[Any]:

@@ -511,7 +511,8 @@ class Learning(FakeTrainer):
         return await super().capture()
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> dict[str, WrittenFile]:
-        return {**await super().checkpoint(directory, in_flight), **self.learner.write(directory)}
+        files = self.learner.state.write(directory)
+        return {**await super().checkpoint(directory, in_flight), **files}
 
     async def restore(self, directory: str) -> frozenset[str]:
         self.learner.restore(directory)

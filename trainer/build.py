@@ -13,10 +13,8 @@ import torch
 from async_opd.config.device_defaults import offloads, train_threads
 from async_opd.core.stages import Queue
 from async_opd.models.engine_args import Device, engine_dtype
-from async_opd.models.rope import Positions, max_model_len
 from trainer.batches.token_weights import TokenWeighting
 from trainer.follower import Follower
-from trainer.layers import compile_layers
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.losses.teacher_heads import load_heads
@@ -24,8 +22,9 @@ from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.recorder import recorder_of
 from trainer.replay.keeper import Keeper
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 from trainer.student.loading import empty_student, fill_student
+from trainer.student.placed import PlacedStudent
 from trainer.student.quantization import SentMatrices
 from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.vision.images import sight_of
@@ -75,40 +74,34 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     torch.set_num_threads(train_threads(config, device_name, cores, entries))
     objective = build_objective(config.loss, config.reward, config.rollout.temperature)
     heads = load_heads(config, len(student.model.get_output_embeddings().weight), device)
-    settings = student.model.config.get_text_config().to_dict()
-    longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
     mesh = None if spec is None else join_mesh(spec, device, config.train.replicate)
     if spec is None and offloads(config.train, device_name) == "parameters":
         mesh = lone_mesh(device)
     wire_dtype = getattr(torch, engine_dtype(config.rollout.engine, device_name))
-    exact, layers = torch.empty(0), None
+    exact = torch.empty(0)
 
     def fill() -> None:
-        nonlocal exact, layers
-        exact = check_student(fill_student(student, config, device, spec), longest)
-        # not ``auto``, which is left where the student's files are not on the driver's machine
-        if config.train.compile is True:
-            layers = compile_layers(student.model)
+        nonlocal exact
+        exact = check_student(fill_student(student, config, device, spec), student.longest)
 
-    rank = Rank(
+    placed = PlacedStudent(
         student.model,
         objective,
         config.train,
         device,
         heads,
         mesh,
-        wire_dtype,
         fill,
         config.timeouts.collective_s,
     )
-    check_rank(rank, exact, longest)
-    rank.layers = layers
-    rank.sight = sight_of(config, student.model, device)
+    check_placed(placed, exact, student.longest)
+    placed.sight = sight_of(config, student.model, device)
     if config.sync.fake_quantization is not None:
-        rank.sent = SentMatrices(wire_dtype, config.sync.fake_quantization)
+        placed.sent = SentMatrices(wire_dtype, config.sync.fake_quantization)
         if config.sync.verify_every:
-            with rank.sent.within(student.model):
+            with placed.sent.within(student.model):
                 pass  # a matrix that it cannot compute with is refused before the first step
+    rank = Rank(placed, wire_dtype)
     rank.recorder = recorder_of(config, 0 if spec is None else spec.rank)
     if config.log.replay:
         number, ranks = (0, 1) if spec is None else (spec.rank, spec.ranks)

@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def _in_thread(
-    method: Callable[Concatenate[Rank, P], T],
+    method_of: Callable[[Rank], Callable[P, T]],
 ) -> Callable[Concatenate[Follower, P], Awaitable[T]]:
-    """The same method of a follower's rank, on its thread, so that the event loop stays free."""
+    """The method of a follower's rank, on its thread, so that the event loop stays free."""
 
     async def call(follower: Follower, /, *args: P.args, **named: P.kwargs) -> T:
-        return await follower.computing.run(method, follower.rank, *args, **named)
+        return await follower.computing.run(method_of(follower.rank), *args, **named)
 
     return call
 
@@ -39,7 +39,7 @@ class Follower:
 
     def __init__(self, rank: Rank, queue: Queue | None = None) -> None:
         self.rank, self.queue = rank, queue
-        self._media = None if queue is None else cache_of(lambda: queue, rank.sight)
+        self._media = None if queue is None else cache_of(lambda: queue, rank.student.sight)
         self.computing = WorkThread("train")
         self._taken: list[MicroBatch] = []
         self._fetched: dict[int, tuple[MicroBatch, ...]] = {}  # by the batch's number
@@ -51,7 +51,7 @@ class Follower:
     async def fetch(self, share: Share) -> Fetched:
         """Fetches the samples of this rank's share, and keeps them for its ``backward``."""
         assert self.queue is not None
-        found = await fetch(self.queue, share, self.rank.vocabularies, self._media)
+        found = await fetch(self.queue, share, self.rank.student.vocabularies, self._media)
         if not found.lost and not found.unseen:
             self._fetched[share.number] = found.micro_batches
         return replace(found, micro_batches=())
@@ -75,19 +75,19 @@ class Follower:
         """See Rank.write; steps go on meanwhile."""
         return await asyncio.to_thread(self.rank.write, folder)
 
-    apply = _in_thread(Rank.apply)
-    record = _in_thread(Rank.record)
-    flush_records = _in_thread(Rank.flush_records)
-    keep = _in_thread(Rank.keep)
-    platform = _in_thread(Rank.platform)
-    weight_digests = _in_thread(Rank.weight_digests)
-    kernels = _in_thread(Rank.kernels)
-    reference = _in_thread(Rank.reference)
-    join_gather = _in_thread(Rank.join_gather)
-    capture = _in_thread(Rank.capture)
-    load = _in_thread(Rank.load)
-    adopt = _in_thread(Rank.adopt)
-    free_cache = _in_thread(Rank.free_cache)
-    forget_moments = _in_thread(Rank.forget_moments)
-    offload = _in_thread(Rank.offload)
-    onload = _in_thread(Rank.onload)
+    apply = _in_thread(lambda rank: rank.apply)
+    record = _in_thread(lambda rank: rank.record)
+    flush_records = _in_thread(lambda rank: rank.flush_records)
+    keep = _in_thread(lambda rank: rank.keep)
+    platform = _in_thread(lambda rank: rank.platform)
+    weight_digests = _in_thread(lambda rank: rank.weight_digests)
+    kernels = _in_thread(lambda rank: rank.student.kernels)
+    reference = _in_thread(lambda rank: rank.student.reference)
+    join_gather = _in_thread(lambda rank: rank.weights.join_gather)
+    capture = _in_thread(lambda rank: rank.state.capture)
+    load = _in_thread(lambda rank: rank.state.load)
+    adopt = _in_thread(lambda rank: rank.state.adopt)
+    free_cache = _in_thread(lambda rank: rank.free_cache)
+    forget_moments = _in_thread(lambda rank: rank.forget_moments)
+    offload = _in_thread(lambda rank: rank.offload)
+    onload = _in_thread(lambda rank: rank.onload)

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
-from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
-from async_opd.core.reports import WrittenFile
 from async_opd.core.samples import Header, Sample
 from async_opd.weight_sync.layout import HeldRow, Reference
 from trainer.batches.balance import Balance, Balancing
@@ -35,17 +29,16 @@ from trainer.batches.batch_metrics import batch_metrics, masked_shares, repetiti
 from trainer.batches.micro_batches import Groups, MicroBatch, assign_micro_batches
 from trainer.batches.micro_batches import planned as planned_of
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
-from trainer.batches.shares import Plan
+from trainer.batches.shares import Plan, hand_over
 from trainer.batches.token_weights import TokenWeighting
 from trainer.losses.mismatch import mismatch
 from trainer.losses.report import not_finite, step_metrics
 from trainer.notes import drain_notes
 from trainer.rank import Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
+from trainer.rank_group import SINGLE_RANK, AllRanks, RankGroup, dispatched
 from trainer.replay.keeper import Keeping
 from trainer.saving.export import export_dtype, fault_of_saving
-from trainer.saving.shards import Shards, Stamp
-from trainer.saving.state import all_written, frozen_digest, refuse_other_frozen
+from trainer.saving.state import TrainerState
 from trainer.utilization import memory_metrics, utilization
 from trainer.vision.images import Images, Samples
 
@@ -95,7 +88,9 @@ class Learner:
         rank_group: RankGroup = SINGLE_RANK,
     ) -> None:
         """By default every token weighs 1 / (tokens of the batch)."""
-        self._rank, self._rank_group, self.sight = rank, rank_group, rank.sight
+        self._rank, self._rank_group, self.sight = rank, rank_group, rank.student.sight
+        self._ranks = AllRanks(rank, rank_group)
+        self.state = TrainerState(self._ranks, rank.model)
         self._balancing = Balancing(token_weights or TokenWeighting())
         self._train, self._sharing = rank.train, rank.train.context_parallel
         most = rank.train.tokens_per_micro_batch
@@ -104,7 +99,7 @@ class Learner:
         self.version = 0  # the trainer's weight version in the next step
         self.unchanged = True  # whether no step has changed the weights since they got it
         self.comparable = True  # whether samples have the probabilities that the student gave
-        self._keeping = Keeping(partial(self._on_all_ranks, "keep"))
+        self._keeping = Keeping(partial(self._ranks.each, "keep"))
         self._step = self._skipped = self._consecutive_skips = 0
 
     @property
@@ -115,7 +110,7 @@ class Learner:
     @property
     def vocabularies(self) -> Vocabularies:
         """Rows of the student's head and of those that it shares with teachers'."""
-        return self._rank.vocabularies
+        return self._rank.student.vocabularies
 
     @property
     def computed_tokens(self) -> int:
@@ -124,15 +119,15 @@ class Learner:
 
     def free_cache(self) -> None:
         """Returns the GPU memory that torch caches, for other processes on the same GPUs."""
-        self._on_all_ranks("free_cache")
+        self._ranks.each("free_cache")
 
     def offload(self) -> None:
         """Moves weights and optimizer of all ranks to host memory; see Rank.offload."""
-        self._on_all_ranks("offload")
+        self._ranks.each("offload")
 
     def onload(self) -> None:
         """Moves them back to the ranks' devices, for the next step."""
-        self._on_all_ranks("onload")
+        self._ranks.each("onload")
 
     def train_batch(self, samples: Sequence[Sample], images: Images = None) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
@@ -145,7 +140,7 @@ class Learner:
         """
         plan = self.plan([sample.header for sample in samples])
         refuse_foreign_tokens(samples, self.vocabularies)
-        own = self._given(plan, samples, images)
+        own = hand_over(plan, samples, images, self._rank_group)
         return self.train(plan, own, sum(repetition(sample.rollout) for sample in samples))
 
     def train(
@@ -194,13 +189,13 @@ class Learner:
 
     def train_again(self, plan: Plan, samples: Samples) -> LearnerReport:
         """The step on a planned batch; rank 0 has the samples, by index, of all micro-batches."""
-        return self.train(plan, self._given(plan, samples), 0.0)
+        return self.train(plan, hand_over(plan, samples, None, self._rank_group), 0.0)
 
     def compared(
-        self, what: Literal["platform", "weight_digests", "kernels", "flush_records"]
+        self, what: Literal["platform", "weight_digests", "student.kernels", "flush_records"]
     ) -> list[Any]:
-        """Each rank's answer of this method of Rank."""
-        return self._on_all_ranks(what)
+        """Each rank's answer of this method of Rank, or of its student."""
+        return self._ranks.each(what)
 
     def plan(self, headers: Sequence[Header], supervised: bool = False) -> Plan:
         """Which rank computes what of a batch. TypeError for scores of several kinds."""
@@ -223,7 +218,8 @@ class Learner:
         refuse_foreign_tokens(samples, self.vocabularies)
         self.unchanged, started = False, time.perf_counter()
         plan = self.plan([sample.header for sample in samples], supervised=True)
-        means, norm, fault = self._compute(plan, self._given(plan, samples, images), rate)
+        own = hand_over(plan, samples, images, self._rank_group)
+        means, norm, fault = self._compute(plan, own, rate)
         if fault:
             raise StageError("trainer", f"a cold start's step: {fault}", "lower cold_start.lr")
         return {
@@ -235,7 +231,7 @@ class Learner:
 
     def forget_moments(self) -> None:
         """Resets every rank's optimizer; see Rank.forget_moments."""
-        self._on_all_ranks("forget_moments")
+        self._ranks.each("forget_moments")
 
     def _compute(
         self, plan: Plan, own: Sequence[MicroBatch], rate: float, number: int | None = None
@@ -256,7 +252,7 @@ class Learner:
             means |= mismatch([one.gaps for one in computed], self._sharing)
             fault = not_finite(means, computed[0].norm)
             moved = rate if moves and not fault else None
-            means |= memory_metrics(self._on_all_ranks("apply", moved))
+            means |= memory_metrics(self._ranks.each("apply", moved))
             self.unchanged = self.unchanged and moved is None
         except BaseException:
             group.mark_broken()
@@ -268,7 +264,7 @@ class Learner:
         """Has all ranks write what they recorded of the step; metrics, none without a recorder."""
         if self._rank.recorder is None:
             return {}
-        counts = self._on_all_ranks("record", self._step + 1, self.version, fault)
+        counts = self._ranks.each("record", self._step + 1, self.version, fault)
         return {name: sum(one[name] for one in counts) for name in counts[0]}
 
     def _groups(self, headers: Sequence[Header], counted: Sequence[int]) -> list[Groups]:
@@ -282,19 +278,6 @@ class Learner:
         costs = [self._rank.cost(headers[i]) for i in some]
         assigned = assign_micro_batches(lengths, self._row_tokens, ranks // self._sharing, costs)
         return [[[some[i] for i in group] for group in groups] for groups in assigned]
-
-    def _given(self, plan: Plan, samples: Samples, images: Images = None) -> list[MicroBatch]:
-        """Rank 0's micro-batches of samples that it has; the others receive theirs in messages."""
-        made = [[one.of(samples, images) for one in own] for own in plan.micro_batches]
-        others = [
-            list(cut(made[rank // self._sharing], lambda micro_batch: micro_batch.nbytes))
-            for rank in range(1, self._rank_group.ranks)
-        ]
-        for messages in zip_longest(*others, fillvalue=()):
-            given = [(tuple(message),) for message in messages]
-            with dispatched(self._rank_group, "take", given) as taken:
-                taken()
-        return made[0]
 
     def _skip(self, fault: str, headers: Sequence[Header]) -> None:
         """Counts a step that changed no weights. StageError if ``train`` allows no more of them."""
@@ -319,41 +302,31 @@ class Learner:
         bfloat16 from a GPU, float32 from a CPU. A head tied to the embedding is left out, as in
         the checkpoint. Without ``copied`` each is valid until the next is asked for.
         """
-        with self._dispatched("join_gather", "weights"):
-            yield from self._rank.weights(copied)
+        with self._ranks.beside("weights.join_gather", "sent"):
+            yield from self._rank.weights.sent(copied)
 
     def reference(self, rows: Sequence[HeldRow]) -> Reference:
         """The current weights' log-probabilities of held rows; see ``trainer.student.reference``.
 
         Of several ranks all compute them together.
         """
-        with self._dispatched("reference", tuple(rows)):
-            return self._rank.reference(rows)
+        found: Reference = self._ranks.each("student.reference", tuple(rows))[0]
+        return found
 
     def capture(self, version: int) -> int:
-        """Each rank copies its part of the state to host memory; returns the bytes of all."""
-        known = frozen_digest(self.model), self._balancing.balance.text()
-        stamp = Stamp(self._step, version, self._rank_group.ranks, token_hex(8), *known)
-        return sum(self._on_all_ranks("capture", stamp))
+        """See TrainerState.capture."""
+        return self.state.capture(self._step, version, self._balancing.balance.text())
 
-    def write(self, folder: str) -> Mapping[str, WrittenFile]:
-        """Each rank writes what it captured to the folder; runs beside the thread that trains.
-
-        CheckpointError if one of them cannot.
-        """
-        return all_written(self._on_all_ranks("write", folder))
-
-    def restore(self, folder: str) -> Stamp:
-        """Each rank reads its part of the state that the folder holds. CheckpointError."""
-        refuse_other_frozen(self.model, Shards(Path(folder)).stamp)
-        stamp: Stamp = self._on_all_ranks("load", folder)[0]
+    def restore(self, folder: str) -> tuple[int, int]:
+        """See TrainerState.load; returns the step and the version."""
+        stamp = self.state.load(folder)
         self._step, self._balancing.balance = stamp.step, Balance.of(stamp.balance)
         self.unchanged = False  # samples of its version may be of weights some steps before
-        return stamp
+        return stamp.step, stamp.version
 
     def adopt(self, folder: str, step: int) -> None:
         """Each rank reads its part of a model's weights, which are those after the step."""
-        self._on_all_ranks("adopt", folder)
+        self._ranks.each("state.adopt", folder)
         self._step = step
         self.unchanged = False  # as after ``restore``
 
@@ -363,26 +336,10 @@ class Learner:
         An error of writing is raised when all is gathered: the ranks stay in step.
         """
         dtype = export_dtype(self._train.export_dtype, source)
-        with self._dispatched("join_gather", "exported", dtype):
-            weights = self._rank.exported(dtype)
+        with self._ranks.beside("weights.join_gather", "exported", dtype):
+            weights = self._rank.weights.exported(dtype)
             fault = fault_of_saving(self.model, source, directory, weights, dtype)
         if self._rank.recorder is not None or self._rank.keeper is not None:
-            self._on_all_ranks("flush_records")
+            self._ranks.each("flush_records")
         if fault is not None:
             raise fault
-
-    # ── dispatch to the other ranks ────────────────────────────────────────────────────────────
-
-    def _on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Each rank's result of a method of Rank, called with the same arguments."""
-        group = self._rank_group
-        with dispatched(group, method, [arguments] * (group.ranks - 1)) as results:
-            return [getattr(self._rank, method)(*arguments), *results()]
-
-    @contextmanager
-    def _dispatched(self, method: str, *arguments: Any) -> Iterator[None]:
-        """The other ranks run the method during the block, all with the same arguments."""
-        group = self._rank_group
-        with dispatched(group, method, [arguments] * (group.ranks - 1)) as results:
-            yield
-            results()

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar
 
 from async_opd.core.errors import StageError
@@ -117,6 +118,36 @@ def dispatched(
     except BaseException:
         rank_group.mark_broken()
         raise
+
+
+class AllRanks:
+    """Rank 0 and the others, which do the same as rank 0."""
+
+    def __init__(self, first: Any, others: RankGroup) -> None:
+        """``first`` is rank 0's Rank."""
+        self._first, self._others = first, others
+        self.number = others.ranks
+
+    def each(self, method: str, *arguments: Any) -> list[Any]:
+        """Each rank's result of a method of Rank, or of one of its parts such as ``state.load``.
+
+        Followers have it under its last name.
+        """
+        with self._dispatched(method, arguments) as results:
+            return [attrgetter(method)(self._first)(*arguments), *results()]
+
+    @contextmanager
+    def beside(self, method: str, *arguments: Any) -> Iterator[None]:
+        """The other ranks run the method during the block, all with the same arguments."""
+        with self._dispatched(method, arguments) as results:
+            yield
+            results()
+
+    def _dispatched(
+        self, method: str, arguments: tuple[Any, ...]
+    ) -> AbstractContextManager[Callable[[], list[Any]]]:
+        name, group = method.rpartition(".")[2], self._others
+        return dispatched(group, name, [arguments] * (group.ranks - 1))
 
 
 async def run_with_ranks(rank_group: RankGroup, work: Awaitable[T], grace_s: float = GRACE_S) -> T:

@@ -223,7 +223,7 @@ class TrainerStage:
         if captured is None:
             raise CheckpointError("trainer", "checkpoint was called without a capture before it")
         samples = await self._scored(captured, in_flight)
-        write = asyncio.to_thread(self._learner.write, directory)
+        write = asyncio.to_thread(self._learner.state.write, directory)
         self._writing = asyncio.create_task(write, name="write a checkpoint")
         self._writing.add_done_callback(retrieve_exception)
         files = await asyncio.shield(self._writing)  # nothing ends the threads that write
@@ -236,8 +236,8 @@ class TrainerStage:
 
         samples = await asyncio.to_thread(read_scored, Path(directory))
         async with self._gpus, self._weights:
-            stamp = await self._compute(self._learner.restore, directory)
-            self._step, self._version, self._report = stamp.step, stamp.version, None
+            self._step, self._version = await self._compute(self._learner.restore, directory)
+            self._report = None
         self._batcher.hold(samples)
         return frozenset(sample.rollout.uid for sample in samples)
 

@@ -25,6 +25,7 @@ from async_opd.weight_sync.layout import Reference, WeightMeta
 from tests.vision_models import EOS, qwen3_vl
 from tests.vision_prompts import PROMPTS, Fetches, Transformers, prompt_of, vision_kwargs
 from trainer.rank import Rank
+from trainer.student.placed import PlacedStudent
 from trainer.student.reference import rows_to_hold
 from trainer.vision.images import Sight
 
@@ -143,13 +144,15 @@ class World:
         from trainer.losses import ForwardKL, Objective, OnTopK
 
         model, cpu = self.reference.model, torch.device("cpu")
-        rank = Rank(model, Objective(OnTopK(ForwardKL(), "ignore", None)), TrainConfig(), cpu)
-        rank.sight = Sight(lambda: self.reference.processor, model.base_model, cpu)
-        rows = rows_to_hold(model.config.text_config.vocab_size, 200, rank.sight)
+        rank = Rank(
+            PlacedStudent(model, Objective(OnTopK(ForwardKL(), "ignore", None)), TrainConfig(), cpu)
+        )
+        rank.student.sight = Sight(lambda: self.reference.processor, model.base_model, cpu)
+        rows = rows_to_hold(model.config.text_config.vocab_size, 200, rank.student.sight)
         engine, number = self.replica._engine, self.replica._syncs
         logprobs = await held_logprobs(engine, rows, number, self.replica._prompts)
         evidence = Evidence(logprobs, ({},), rounding_of(engine.vllm_config))
-        return rank.reference(rows), evidence
+        return rank.student.reference(rows), evidence
 
     async def compare_frozen(self) -> tuple[WeightMeta, Evidence]:
         """The sync of a student whose tower is frozen, and what the engine has after it."""

@@ -16,6 +16,7 @@ from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from trainer.losses import build_objective
 from trainer.rank import Rank
 from trainer.student.loading import empty_student, fill_student
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import full_tensor
 
 VOCABULARY = 32
@@ -44,7 +45,9 @@ def tiny_model(seed: int = 0, **sizes: Any) -> Any:
 
 def new_rank(model: Any, train: TrainConfig, **more: Any) -> Rank:
     """A rank on the CPU that trains by forward KL over the teacher's top-k."""
-    return Rank(model, build_objective(ForwardKLConfig()), train, torch.device("cpu"), **more)
+    return Rank(
+        PlacedStudent(model, build_objective(ForwardKLConfig()), train, torch.device("cpu"), **more)
+    )
 
 
 def kept_gradients(rank: Rank) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from trainer.student.adapters import (
     plain_state,
     write_adapter,
 )
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 from trainer.student.named_weights import named_weights
 
 LORA_4 = LoraConfig(rank=4, alpha=8)
@@ -137,7 +137,7 @@ def test_a_sync_of_adapters_is_told_from_one_of_weights(sync: str) -> None:
     lora = LoraConfig.model_validate({"rank": 4, "sync": sync})
     config, model = TrainConfig(lora=lora), adapted(lora)
     rank = new_rank(model, config)
-    names = tuple(name for name, _ in rank.weights())
+    names = tuple(name for name, _ in rank.weights.sent())
     assert WeightMeta(names, (), (), ()).adapters is (sync == "adapter")
     assert not WeightMeta((), (), (), ()).adapters
 
@@ -189,7 +189,7 @@ def test_adapters_of_another_rank_are_refused() -> None:
 def test_adapters_of_another_base_of_the_same_shapes_are_refused(tmp_path: Path) -> None:
     one = learner(adapted(seed=0))
     one.capture(version=0)
-    one.write(str(tmp_path))
+    one.state.write(str(tmp_path))
     other = learner(adapted(seed=1))
     before = values(other.model)
     with pytest.raises(CheckpointError, match="frozen weights of another model"):
@@ -200,10 +200,10 @@ def test_adapters_of_another_base_of_the_same_shapes_are_refused(tmp_path: Path)
 def test_the_base_of_adapters_is_the_same_in_bfloat16(tmp_path: Path) -> None:
     one = learner(adapted())
     one.capture(version=3)
-    one.write(str(tmp_path))
+    one.state.write(str(tmp_path))
     other = adapted()
     halve_frozen(other)
-    assert learner(other).restore(str(tmp_path)).version == 3
+    assert learner(other).restore(str(tmp_path))[1] == 3
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
@@ -219,7 +219,7 @@ def test_the_first_rank_knows_the_adapters_base(
 def test_frozen_matrices_are_bfloat16_where_the_student_computes_in_it() -> None:
     model = learned()
     exact = check_student(model)
-    check_rank(rank_of(model, dtype="bfloat16"), exact)
+    check_placed(rank_of(model, dtype="bfloat16").student, exact)
     matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
     assert {p.dtype for n, p in matrices.items() if LORA in n} == {torch.float32}
     assert {p.dtype for n, p in matrices.items() if LORA not in n} == {torch.bfloat16}

@@ -24,6 +24,7 @@ from trainer.learner import CPU_ROW_TOKENS, Learner
 from trainer.losses import build_objective
 from trainer.losses.report import Metrics, token_sums
 from trainer.rank import Rank
+from trainer.student.placed import PlacedStudent
 
 SIZES = [5, 1, 0, 9, 3, 7]
 
@@ -129,7 +130,7 @@ def test_each_turn_of_episodes_has_the_loss_and_gap_of_its_own_tokens() -> None:
     batch = [of_turns(3, 1), of_turns(*[2] * (SEPARATE_TURNS + 2), seed=4), random_sample(0, 3)]
     settings = TrainConfig(warmup_steps=0, dtype="float32")
     objective = build_objective(config_of("k1"))
-    rank = Rank(tiny_model(), objective, settings, torch.device("cpu"))
+    rank = Rank(PlacedStudent(tiny_model(), objective, settings, torch.device("cpu")))
     metrics = Learner(rank).train_batch(batch).metrics
     packed = pack(batch)
     given = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}

@@ -68,9 +68,9 @@ def rank_of(
     layers: list[CompiledLayers] = []
     with pytest.MonkeyPatch.context() as patch:
         if mesh is not None:  # one rank that offloads is sharded too
-            patch.setattr("trainer.rank.offloads", lambda train, device: train.offload)
+            patch.setattr("trainer.student.placed.offloads", lambda train, device: train.offload)
         rank: Any = new_rank(model, train, mesh=mesh, fill=filled)
-    rank.layers = next(iter(layers), None)
+    rank.student.layers = next(iter(layers), None)
     rank.gradients = kept_gradients(rank)
     return rank
 
@@ -173,9 +173,9 @@ def test_layers_that_cannot_be_compiled_run_eagerly_and_the_log_says_so() -> Non
         raise RuntimeError("g++ was not found")
 
     rank = rank_of("recomputed", no_compiler)
-    assert rank.kernels()["decoder layers"] == "compiled"
+    assert rank.student.kernels()["decoder layers"] == "compiled"
     found, (said,) = found_by(rank)
-    assert rank.kernels()["decoder layers"] == "eager"
+    assert rank.student.kernels()["decoder layers"] == "eager"
     assert close(found, found_by(rank_of())[0])
     assert said.startswith("decoder layers run eagerly, not compiled: BackendCompilerFailed")
     assert "no_compiler" in said
@@ -232,7 +232,7 @@ def test_the_noise_of_held_rows_is_that_of_eager_layers() -> None:
     Learner(compiled).train_batch(BATCHES[0])
     eager = rank_of()
     Learner(eager).train_batch(BATCHES[0])
-    noise = eager.reference(rows).noise["text"]
-    assert compiled.reference(rows).noise["text"] == pytest.approx(noise, rel=1e-3)
-    assert compiled.layers is not None
-    assert compiled.layers.is_compiled
+    noise = eager.student.reference(rows).noise["text"]
+    assert compiled.student.reference(rows).noise["text"] == pytest.approx(noise, rel=1e-3)
+    assert compiled.student.layers is not None
+    assert compiled.student.layers.is_compiled

@@ -18,11 +18,11 @@ from tests.trainer.models import new_rank, tiny_model
 from tests.trainer.processes import spread
 from trainer.batches.packing import Row
 from trainer.context import Context
-from trainer.rank import Rank
 from trainer.rank_group import RankSpec
 from trainer.student.attention_choice import platform_of
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 from trainer.student.loading import pin_rotary, set_attention
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow
@@ -57,18 +57,18 @@ ROW = Row.of(*[[np.arange(n) for n in (9, 3, 1, 6)]] * 2)
 TRAIN = TrainConfig(ranks=RANKS, context_parallel=RANKS, dtype="float32")
 
 
-def rank_of(made: Any, mesh: Any = None, **settings: Any) -> Rank:
+def placed(made: Any, mesh: Any = None, **settings: Any) -> PlacedStudent:
     train = TRAIN.model_copy(update=settings if mesh else {"context_parallel": 1, **settings})
-    return new_rank(made, train, mesh=mesh)
+    return new_rank(made, train, mesh=mesh).student
 
 
-def shared(make: Callable[[], Any], mesh: Any, **settings: Any) -> Rank:
-    """A rank as ``build_rank`` makes it; StageError from its checks."""
+def shared(make: Callable[[], Any], mesh: Any, **settings: Any) -> PlacedStudent:
+    """A student as ``build_rank`` places it; StageError from its checks."""
     made = make()
     set_attention(made, "auto", platform_of(CPU, False), across=True)
     exact = check_student(made)
-    sharing = rank_of(made, mesh, **settings)
-    check_rank(sharing, exact)
+    sharing = placed(made, mesh, **settings)
+    check_placed(sharing, exact)
     return sharing
 
 
@@ -90,14 +90,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tens
 def test_every_rank_has_the_logits_of_one_rank_for_the_whole_row(found: Any, name: str) -> None:
     alone = STUDENTS[name]()
     set_attention(alone, "auto", platform_of(CPU, False))
-    expected = rank_of(alone).logits(ROW)
+    expected = placed(alone).logits(ROW)
     for logits in (seen[name] for seen in found):
         assert logits.shape == expected.shape
         assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_in_bfloat16_only_rounding_differs(found: Any) -> None:
-    expected = rank_of(tiny_model(), dtype="bfloat16").logits(ROW)
+    expected = placed(tiny_model(), dtype="bfloat16").logits(ROW)
     assert float((found[0]["bfloat16"] - expected).abs().max()) < 0.1
     assert torch.equal(found[0]["bfloat16"], found[1]["bfloat16"])
 

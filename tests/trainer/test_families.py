@@ -25,7 +25,8 @@ from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.notes import drain_notes
 from trainer.rank import Rank
 from trainer.student.attention import VARLEN, register, register_kernel
-from trainer.student.check import LENGTHS, check_rank, check_student
+from trainer.student.check import LENGTHS, check_placed, check_student
+from trainer.student.placed import PlacedStudent
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # transformers' GPTBigCode
@@ -46,7 +47,12 @@ BATCH = [random_sample(index, size, k=6) for index, size in enumerate([5, 3, 4])
 def gradient(model: Any, batch: Sequence[Sample] = BATCH) -> list[torch.Tensor]:
     """The trainer's, of the batch packed into one row, by all parameters."""
     rank = Rank(
-        model, Objective(OnTopK(ForwardKL(), "ignore", None)), TrainConfig(max_grad_norm=1e9), CPU
+        PlacedStudent(
+            model,
+            Objective(OnTopK(ForwardKL(), "ignore", None)),
+            TrainConfig(max_grad_norm=1e9),
+            CPU,
+        )
     )
     rank.backward([MicroBatch(tuple(batch), tuple(TokenWeight() for _ in batch))])
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -179,12 +185,12 @@ def sharp(error: float) -> Any:
 def half_rank(model: Any) -> Rank:
     """A rank that trains in bfloat16."""
     objective = Objective(OnTopK(ForwardKL(), "ignore", None))
-    return Rank(model, objective, TrainConfig(dtype="bfloat16"), CPU)
+    return Rank(PlacedStudent(model, objective, TrainConfig(dtype="bfloat16"), CPU))
 
 
 def test_half_a_nat_is_seen_at_large_logits() -> None:
     model = sharp(0.0)
-    check_rank(half_rank(model), check_student(model))
+    check_placed(half_rank(model).student, check_student(model))
     with pytest.raises(StageError, match="Granite"):
         check_student(sharp(0.5))
 
@@ -198,10 +204,10 @@ def test_what_goes_wrong_only_in_the_precision_of_training_is_seen() -> None:
             out.last_hidden_state = out.last_hidden_state.roll(1, dims=1)
 
     rank = half_rank(model)
-    check_rank(rank, check_student(model))
+    check_placed(rank.student, check_student(model))
     model.base_model.register_forward_hook(leak)
     with pytest.raises(StageError, match="in the precision and with the attention of training"):
-        check_rank(rank, check_student(model))
+        check_placed(rank.student, check_student(model))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -209,13 +215,13 @@ def test_a_kernel_that_differs_from_the_eager_definition_is_refused(dtype: Any) 
     """It computes a sequence alone as it does in a row: only the definition shows the fault."""
     objective = Objective(OnTopK(ForwardKL(), "ignore", None))
     model = families.mistral(window=64)
-    rank = Rank(model, objective, TrainConfig(dtype=dtype), CPU)
+    rank = Rank(PlacedStudent(model, objective, TrainConfig(dtype=dtype), CPU))
     exact = check_student(model)
     for kernel, good in ((attention.reference, True), (attention.double_scale, False)):
         register_kernel("packed_test", kernel)
         model.set_attn_implementation("packed_test")
         with nullcontext() if good else pytest.raises(StageError, match="MistralForCausalLM"):
-            check_rank(rank, exact)
+            check_placed(rank.student, exact)
 
 
 def test_a_student_whose_attention_needs_a_gpu_is_checked_on_the_cpu_too() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ class Ranks:
     """A rank group whose other ranks are real followers in this process."""
 
     def __init__(self, clients: Sequence[Any], vocabularies: Vocabularies) -> None:
-        rank: Any = type("Rank", (), {"vocabularies": vocabularies, "sight": None})()
+        rank: Any = SimpleNamespace(student=SimpleNamespace(vocabularies=vocabularies, sight=None))
         self.followers = [Follower(rank, client) for client in clients]
         self.ranks = len(clients) + 1
         self.loop = asyncio.get_running_loop()

@@ -35,7 +35,7 @@ BATCHES = [[random_sample(10 * step + i, 5, k=6) for i in range(4)] for step in 
 def rank_of(mesh: Any, offload: Offload, **changes: Any) -> Rank:
     train = TRAIN.model_copy(update={"offload": offload, **changes})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.rank.offloads", lambda train, device: train.offload)
+        patch.setattr("trainer.student.placed.offloads", lambda train, device: train.offload)
         return new_rank(tiny_model(), train, mesh=mesh)
 
 
@@ -169,7 +169,7 @@ def test_full_weights_of_a_single_rank_come_from_host_memory() -> None:
         rank = rank_of(lone_mesh(CPU), "parameters")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(DeviceMesh, "device_type", "meta")
-            named = list(rank.exported(torch.float32))
+            named = list(rank.weights.exported(torch.float32))
         expected = dict(tiny_model().named_parameters())
         return [torch.equal(tensor, expected[name].data) for name, tensor in named]
 

@@ -27,6 +27,8 @@ from trainer.losses import build_objective, chunked
 from trainer.notes import note
 from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SingleRank
+from trainer.student.named_weights import FullWeights
+from trainer.student.placed import PlacedStudent
 
 SIZES = [5, 1, 0, 9, 3, 7]
 
@@ -38,7 +40,7 @@ def samples(k: int = 6) -> list[Sample]:
 def rank_of(kind: str = "forward_kl", seed: int = 0, **train: Any) -> Rank:
     config = TrainConfig.model_validate({"lr": 1e-3, "warmup_steps": 0, "steps": 50, **train})
     objective = build_objective(config_of(kind))
-    return Rank(tiny_model(seed), objective, config, torch.device("cpu"))
+    return Rank(PlacedStudent(tiny_model(seed), objective, config, torch.device("cpu")))
 
 
 def learner(seed: int = 0, kind: str = "forward_kl", **train: Any) -> Learner:
@@ -310,7 +312,7 @@ def test_a_failed_gather_breaks_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("connection closed")
         yield
 
-    monkeypatch.setattr(Rank, "exported", fail)
+    monkeypatch.setattr(FullWeights, "exported", fail)
     with pytest.raises(RuntimeError, match="connection closed"):
         saving(made, tmp_path)
     assert rank_group.broken
@@ -318,7 +320,7 @@ def test_a_failed_gather_breaks_the_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_another_rank_is_sent_messages_of_bounded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [random_sample(index, 5, k=6) for index in range(8)]
-    monkeypatch.setattr("trainer.learner.cut", partial(cut, most=2 * batch[0].nbytes))
+    monkeypatch.setattr("trainer.batches.shares.cut", partial(cut, most=2 * batch[0].nbytes))
     rank_group = Watched(2)
     Learner(rank_of(tokens_per_micro_batch=1), rank_group=rank_group).train_batch(batch)
     assert rank_group.dispatched == ["take", "take", "backward", "apply"]

@@ -22,8 +22,9 @@ from trainer.losses import build_objective
 from trainer.rank import Rank
 from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.attention_choice import attention_needs
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 from trainer.student.loading import EmptyStudent
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import await_ranks, join_mesh
 
 pytestmark = pytest.mark.slow
@@ -104,7 +105,14 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         settings = config(folder / name)
         objective = build_objective(settings.loss)
         rank = Rank(
-            student.model, objective, settings.train, CPU, mesh=mesh, fill=lambda: student.fill(CPU)
+            PlacedStudent(
+                student.model,
+                objective,
+                settings.train,
+                CPU,
+                mesh=mesh,
+                fill=lambda: student.fill(CPU),
+            )
         )
         return student.whole(), rank, mesh
 
@@ -112,7 +120,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         whole, rank, _ = rank_of(name, spec)
         block = whole.base_model.layers[0]
         found = {"logits": logits(whole).tolist(), "freed": next(block.parameters()).is_meta}
-        check_rank(rank, check_student(whole, 64), 64)
+        check_placed(rank.student, check_student(whole, 64), 64)
         return {**found, "needs": attention_needs(whole)}
 
     def lead(spec: RankSpec | None, _: RankGroup) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from trainer.rank import Rank
 from trainer.rank_group import RankSpec
 from trainer.recorder import Recorder
 from trainer.replay.kept_step import quantities_of
+from trainer.student.placed import PlacedStudent
 
 Gradients = dict[str, torch.Tensor]
 Versions = Sequence[Sequence[int]]
@@ -62,7 +63,7 @@ def learner_of(
     train = TrainConfig(
         tokens_per_micro_batch=budget, max_grad_norm=1e9, warmup_steps=0, weight_decay=0
     )
-    rank = Rank(tiny_model().double(), build_objective(config, reward), train, CPU)
+    rank = Rank(PlacedStudent(tiny_model().double(), build_objective(config, reward), train, CPU))
     made = Learner(rank, TokenWeighting.of(config, reward, 20, {"a": 2.0, "b": 0.5}, lag))
     made.version = 4
     return made, rank
@@ -282,7 +283,11 @@ def test_the_record_of_a_token_has_its_mask(tmp_path: Path) -> None:
 
 def of_ranks(spec: RankSpec | None) -> Rank:
     train = TrainConfig(tokens_per_micro_batch=16, warmup_steps=0)
-    return Rank(tiny_model(), build_objective(ForwardKLConfig()), train, CPU, mesh=mesh_of(spec))
+    return Rank(
+        PlacedStudent(
+            tiny_model(), build_objective(ForwardKLConfig()), train, CPU, mesh=mesh_of(spec)
+        )
+    )
 
 
 STEPS: list[Versions] = [

@@ -25,6 +25,7 @@ from trainer.losses import build_objective
 from trainer.losses.teacher_heads import TeacherHead
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow
@@ -120,7 +121,7 @@ def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Any:
     model = tiny_model().double()
     if name in RECOMPUTED:
         recompute_activations(model, RECOMPUTED[name])
-    rank: Any = Rank(model, objective, train, CPU, needed, mesh)
+    rank: Any = Rank(PlacedStudent(model, objective, train, CPU, needed, mesh))
     rank.gradients = kept_gradients(rank)
     return rank
 

@@ -25,6 +25,7 @@ from trainer.losses.mismatch import FreshTokens, Gaps, gaps_of, mismatch
 from trainer.losses.objective import LOG_RATIO, MAX_LOG_RATIO
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import join_mesh
 
 CPU = torch.device("cpu")
@@ -230,7 +231,7 @@ def of_ranks(
 def rank_of_mesh(context: int, mesh: Any) -> Rank:
     train = TrainConfig(tokens_per_micro_batch=12, context_parallel=context)
     objective = build_objective(ForwardKLConfig())
-    return Rank(tiny_model(), objective, train, CPU, mesh=mesh)
+    return Rank(PlacedStudent(tiny_model(), objective, train, CPU, mesh=mesh))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.trainer.ranks import mesh_of, on_ranks
 from trainer.learner import Learner
 from trainer.rank import Rank
 from trainer.rank_group import RankSpec
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 
 BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 0, 7, 2])]
 
@@ -32,7 +32,7 @@ def rank_of(spec: RankSpec | None, tokens: int = 16, **settings: Any) -> Rank:
     train = TrainConfig(lr=1e-2, warmup_steps=0, tokens_per_micro_batch=tokens, dtype="float32")
     rank = new_rank(mixture(**settings), train, mesh=mesh_of(spec))
     if spec is not None:
-        check_rank(rank, check_student(mixture()))
+        check_placed(rank.student, check_student(mixture()))
     return rank
 
 

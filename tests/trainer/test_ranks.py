@@ -30,7 +30,7 @@ from trainer.learner import Learner
 from trainer.rank import Rank
 from trainer.rank_group import RankGroup, RankSpec
 from trainer.student.attention import register_kernel
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 
 pytestmark = pytest.mark.slow
 
@@ -306,7 +306,7 @@ def test_every_rank_checks_the_path_that_trains(dtype: str, tmp_path: Path) -> N
         made.set_attn_implementation("packed_test")
         rank = new_rank(made, TRAIN.model_copy(update={"dtype": dtype}), mesh=mesh_of(spec))
         with pytest.raises(StageError) if spec.rank else nullcontext() as error:
-            check_rank(rank, exact)
+            check_placed(rank.student, exact)
         if error is not None:
             (tmp_path / "refused").write_text(error.value.cause)
         return rank

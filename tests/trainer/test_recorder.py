@@ -36,6 +36,7 @@ from trainer.notes import drain_notes
 from trainer.rank import Rank
 from trainer.rank_group import RankSpec
 from trainer.recorder import Recorder
+from trainer.student.placed import PlacedStudent
 
 SIZES = [5, 1, 0, 9, 3, 7]
 VARIED: dict[str, dict[str, Any]] = {
@@ -83,7 +84,7 @@ def rank_of(
 ) -> Rank:
     settings = {"lr": 1e-3, "warmup_steps": 0, "steps": 50, "dtype": "float32", **train}
     config, objective = TrainConfig.model_validate(settings), build_objective(loss, reward)
-    return Rank(tiny_model(), objective, config, CPU, heads, mesh=mesh_of(spec))
+    return Rank(PlacedStudent(tiny_model(), objective, config, CPU, heads, mesh=mesh_of(spec)))
 
 
 def batch(k: int = 6) -> list[Sample]:

@@ -22,9 +22,9 @@ from trainer.build import build_rank
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.publisher import Publisher
-from trainer.rank import Rank
 from trainer.stage import TrainerStage
 from trainer.student import reference as reference_module
+from trainer.student.placed import PlacedStudent
 from trainer.student.quantization import KEPT, SentMatrices, fake_quantized
 from trainer.student.reference import ROUNDING, Jitter
 from trainer.student.sharding import lone_mesh
@@ -70,12 +70,12 @@ def test_the_log_probabilities_are_the_models_own_also_after_a_step() -> None:
 def test_they_are_those_of_the_matrices_that_the_sender_rounds(scheme: Any) -> None:
     model, sent = spread(tiny_model()), spread(tiny_model())
     rank = new_rank(model, TrainConfig())
-    rank.sent = SentMatrices(torch.bfloat16, scheme)
+    rank.student.sent = SentMatrices(torch.bfloat16, scheme)
     named = ((name, weight.detach().bfloat16()) for name, weight in sent.named_parameters())
     for name, weight in fake_quantized(named, scheme):
         if weight.ndim == 2 and not KEPT.search(name):
             sent.get_parameter(name).data.copy_(weight)
-    found = np.concatenate(rank.reference(ROWS).logprobs)
+    found = np.concatenate(rank.student.reference(ROWS).logprobs)
     np.testing.assert_allclose(found, own(sent), atol=1e-5)
     assert np.abs(found - own(model)).mean() > 1e-3
 
@@ -85,8 +85,8 @@ def test_a_sharded_student_computes_with_the_same_rounded_matrices() -> None:
 
     def logprobs(mesh: Any) -> np.ndarray:
         rank = new_rank(spread(tiny_model()), TrainConfig(), mesh=mesh)
-        rank.sent = SentMatrices(torch.bfloat16, "fp8_per_tensor")
-        return np.concatenate(rank.reference(ROWS).logprobs)
+        rank.student.sent = SentMatrices(torch.bfloat16, "fp8_per_tensor")
+        return np.concatenate(rank.student.reference(ROWS).logprobs)
 
     def lead(*_: Any) -> np.ndarray:
         return logprobs(lone_mesh(CPU))
@@ -97,8 +97,8 @@ def test_a_sharded_student_computes_with_the_same_rounded_matrices() -> None:
 def test_no_rounded_matrix_and_no_hook_stays_behind() -> None:
     model = spread(tiny_model())
     rank = new_rank(model, TrainConfig())
-    rank.sent = SentMatrices(torch.float32, "int2_group32")
-    rank.reference(ROWS)
+    rank.student.sent = SentMatrices(torch.float32, "int2_group32")
+    rank.student.reference(ROWS)
     assert all(not module._forward_hooks for module in model.modules())
     np.testing.assert_allclose(
         np.concatenate(learner(model).reference(ROWS).logprobs), own(model), atol=1e-5
@@ -127,7 +127,7 @@ def test_a_student_with_such_a_matrix_is_refused_when_it_is_built(tmp_path: Path
 def test_temperature_and_loss_of_the_run_do_not_matter() -> None:
     model = spread(tiny_model())
     objective = build_objective(ForwardKLConfig(), temperature=0.5)
-    found = Rank(model, objective, TrainConfig(), CPU).reference(ROWS)
+    found = PlacedStudent(model, objective, TrainConfig(), CPU).reference(ROWS)
     np.testing.assert_allclose(np.concatenate(found.logprobs), own(model), atol=1e-5)
 
 

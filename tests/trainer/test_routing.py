@@ -84,7 +84,7 @@ def chosen_in_training(model: Any, batch: list[Sample]) -> tuple[torch.Tensor, t
     rank = learner(model, "replay")._rank
     model.model.layers[1].mlp.gate.register_forward_hook(lambda _, __, out: found.append(out[2]))
     packed = pack(batch)
-    rank._student_loss(packed)
+    rank.student.loss(packed)
     return found[0], packed.experts[:, 1]
 
 

@@ -36,6 +36,7 @@ from trainer.losses import (
 from trainer.losses.base import TeacherStates
 from trainer.losses.chunked import chunked_loss, log_sampled
 from trainer.rank import Rank
+from trainer.student.placed import PlacedStudent
 
 V = 11
 CAP = 1.1
@@ -295,7 +296,7 @@ def batch() -> list[Sample]:
 
 def rank_of(row: int = 16) -> Rank:
     train = TRAIN.model_copy(update={"tokens_per_micro_batch": row})
-    return Rank(tiny_model(), OBJECTIVE, train, CPU)
+    return Rank(PlacedStudent(tiny_model(), OBJECTIVE, train, CPU))
 
 
 def steps(

@@ -37,6 +37,7 @@ from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
+from trainer.student.placed import PlacedStudent
 from trainer.utilization import ModelSize
 
 K, MU_CAP = 5, 1.3
@@ -216,7 +217,9 @@ def test_it_is_that_of_rows_one_by_one(
     shares, _ = TokenWeighting.of(loss, reward, MAX_TOKENS)(headers_of(made), oldest)
     heads = {"t": Identity(VOCABULARY)}
     settings = TrainConfig(max_grad_norm=1e9)
-    rank = Rank(copy.deepcopy(MODEL), build_objective(loss, reward), settings, CPU, heads)
+    rank = Rank(
+        PlacedStudent(copy.deepcopy(MODEL), build_objective(loss, reward), settings, CPU, heads)
+    )
     groups = group_by_budget([sample.rollout.tokens for sample in made], budget)
     found = rank.backward(
         [MicroBatch(tuple(made[i] for i in g), tuple(shares[i] for i in g)) for g in groups],
@@ -254,7 +257,9 @@ def test_attention_of_an_episode_costs_what_its_segments_cost() -> None:
 
 def test_a_step_counts_sampled_tokens_as_the_response_and_all_tokens_as_work() -> None:
     batch = samples("teacher_topk", [[("student", 2), ("tool", 3), ("student", 1)]])
-    rank = Rank(tiny_model(), build_objective(FAMILIES["top-k, bucket"]), TrainConfig(), CPU)
+    rank = Rank(
+        PlacedStudent(tiny_model(), build_objective(FAMILIES["top-k, bucket"]), TrainConfig(), CPU)
+    )
     metrics = Learner(rank).train_batch(batch).metrics
     assert (metrics["train/response_tokens"], metrics["train/tokens"]) == (3, 7)
 

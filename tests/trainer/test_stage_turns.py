@@ -11,7 +11,6 @@ import pytest
 from async_opd.sharing.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import WeightMeta
 from tests.trainer.models import bare_stage
-from trainer.saving.shards import Stamp
 from trainer.stage import TrainerStage
 
 
@@ -25,7 +24,7 @@ class Learner:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
             self.done.append(name)
-            return {"snapshot": WeightMeta((), (), (), ()), "restore": Stamp(1, 1, 1, "")}.get(name)
+            return {"snapshot": WeightMeta((), (), (), ()), "restore": (1, 1)}.get(name)
 
         return call
 

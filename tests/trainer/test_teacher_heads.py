@@ -37,6 +37,7 @@ from trainer.losses import Objective, build_objective
 from trainer.losses.chunked import chunked_loss
 from trainer.losses.teacher_heads import TeacherHead, load_heads, read_head
 from trainer.rank import BackwardResult, Rank
+from trainer.student.placed import PlacedStudent
 
 CPU = torch.device("cpu")
 
@@ -139,7 +140,7 @@ def head_of(model: Any, name: str) -> TeacherHead:
 def learner(heads: dict[str, TeacherHead], config: Any = None, **train: Any) -> Learner:
     config = config or ForwardKLConfig(support="full_vocab")
     settings = TrainConfig.model_validate({"warmup_steps": 0, **train})
-    return Learner(Rank(tiny_model(), build_objective(config), settings, CPU, heads))
+    return Learner(Rank(PlacedStudent(tiny_model(), build_objective(config), settings, CPU, heads)))
 
 
 def table_of(sample: Sample, model: Any, temperature: float = 1.0) -> torch.Tensor:

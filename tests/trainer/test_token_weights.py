@@ -21,6 +21,7 @@ from trainer.batches.token_weights import TokenWeighting, advantages, groups_of,
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
+from trainer.student.placed import PlacedStudent
 
 LENGTHS = [5, 1, 0, 3]
 
@@ -125,7 +126,7 @@ def gradients(
     config = ForwardKLConfig(**loss)
     train = TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9)
     objective = build_objective(config, reward)
-    rank = Rank(tiny_model().double(), objective, train, torch.device("cpu"))
+    rank = Rank(PlacedStudent(tiny_model().double(), objective, train, torch.device("cpu")))
     kept = kept_gradients(rank)
     made = Learner(rank, TokenWeighting.of(config, reward, 20, teachers))
     return kept, made.train_batch(samples).metrics
@@ -267,7 +268,9 @@ def test_a_batch_that_was_cut_off_whole_changes_no_weight() -> None:
     loss = ForwardKLConfig(mask_truncated=True)
     train = TrainConfig(weight_decay=0, warmup_steps=0)
     shares = TokenWeighting.of(loss, None, 20)
-    made = Learner(Rank(tiny_model(), build_objective(loss), train, torch.device("cpu")), shares)
+    made = Learner(
+        Rank(PlacedStudent(tiny_model(), build_objective(loss), train, torch.device("cpu"))), shares
+    )
     report = made.train_batch(truncated(range(6)))
     assert report.metrics["loss/total"] == 0.0
     before, after = tiny_model().state_dict(), made.model.state_dict()

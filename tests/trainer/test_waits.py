@@ -18,6 +18,7 @@ from trainer.learner import Learner
 from trainer.losses import build_objective, chunked, compiled
 from trainer.rank import Rank
 from trainer.student.attention import Ragged, register_kernel
+from trainer.student.placed import PlacedStudent
 
 pytestmark = pytest.mark.slow  # torch is imported once more
 
@@ -52,7 +53,9 @@ def of_step(micro_batches: int, pinned: bool = True) -> list[str]:
     waits = Waits()
     with waits, mock.patch("torch.Tensor.pin_memory", waits.pin if pinned else torch.clone):
         model = tiny_model(tie_word_embeddings=False, attn_implementation="packed_test")
-        learner = Learner(Rank(model, build_objective(ForwardKLConfig()), TRAIN, device()))
+        learner = Learner(
+            Rank(PlacedStudent(model, build_objective(ForwardKLConfig()), TRAIN, device()))
+        )
         waits.found.clear()
         report = learner.train_batch(samples)
     assert report.metrics["train/micro_batches"] == micro_batches

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.trainer.models import bare_stage
 from tests.world.clock import settle
@@ -64,8 +63,9 @@ async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
         train_batch=SimpleNamespace(metrics={}, skipped="", notes=()),
         capture=0,
         write={},
-        restore=SimpleNamespace(step=1, version=1),
+        restore=(1, 1),
     )
+    learner.state = learner
     publisher: Any = Threads()
     batcher: Any = Batcher()
     stage = bare_stage(learner, batcher, publisher)
@@ -113,21 +113,12 @@ async def test_a_step_that_is_cancelled_while_its_thread_trains_counts_with_its_
     assert (found.step, found.report and found.report.step) == (1, 1)
 
 
-class RankOnACpu(Threads):
-    """A rank whose ``free_cache`` reads its device, as Rank does."""
-
-    @property
-    def device(self) -> torch.device:
-        self.seen["device"] = threading.get_ident()
-        return torch.device("cpu")
-
-
 async def test_a_follower_computes_on_one_thread() -> None:
-    rank: Any = RankOnACpu(backward=SimpleNamespace(reports=(), norm=0.0))
+    rank: Any = Threads(backward=SimpleNamespace(reports=(), norm=0.0))
     follower = Follower(rank)
     for _ in range(3):
         await asyncio.gather(follower.backward(), follower.free_cache(), follower.backward())
-    assert rank.seen.keys() == {"backward", "device"}
+    assert rank.seen.keys() == {"backward", "free_cache"}
     assert len(set(rank.seen.values()) - {threading.get_ident()}) == 1
 
 

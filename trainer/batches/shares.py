@@ -24,6 +24,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_opd.core.batch import cut, unpack
@@ -40,6 +41,7 @@ from trainer.batches.micro_batches import MicroBatch, PlannedMicroBatch
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens
 from trainer.rank_group import RankGroup, dispatched, run_with_ranks
 from trainer.vision.fetching import shown_by
+from trainer.vision.images import Images, Samples
 
 if TYPE_CHECKING:
     from trainer.rank import Rank
@@ -187,12 +189,29 @@ async def _fetch(
     )
 
 
+def hand_over(
+    plan: Plan, samples: Samples, images: Images, rank_group: RankGroup
+) -> list[MicroBatch]:
+    """Rank 0's micro-batches of samples that it has; the others receive theirs in messages."""
+    made = [[one.of(samples, images) for one in own] for own in plan.micro_batches]
+    sharing = rank_group.ranks // len(made)
+    others = [
+        list(cut(made[rank // sharing], lambda micro_batch: micro_batch.nbytes))
+        for rank in range(1, rank_group.ranks)
+    ]
+    for messages in zip_longest(*others, fillvalue=()):
+        given = [(tuple(message),) for message in messages]
+        with dispatched(rank_group, "take", given) as taken:
+            taken()
+    return made[0]
+
+
 class Planner(Protocol):
     """The learner's decisions from headers."""
 
     @property
     def vocabularies(self) -> Vocabularies:
-        """See Rank."""
+        """See PlacedStudent."""
 
     def plan(self, headers: Sequence[Header]) -> Plan:
         """Which rank computes what of a batch; called on any thread."""

@@ -66,7 +66,7 @@ class Record:
 
     ``version`` is the weight version that the step began with, ``platform`` what the rank computed
     on and with, ``digests`` those of its weights after the step; ``config`` is the run's.
-    ``kernels``: ``Rank.kernels`` of the step; none in a file of an older version.
+    ``kernels``: ``PlacedStudent.kernels`` of the step; none in a file of an older version.
     """
 
     result: StepResult

@@ -101,7 +101,7 @@ class Replayer:
         now = learner.compared("weight_digests")
         each = (different_weights(*one) for one in zip(kept, now, strict=True))
         different = tuple(one for one in each if one is not None)
-        kernels = tuple(learner.compared("kernels"))
+        kernels = tuple(learner.compared("student.kernels"))
         quantities = quantities_of(report.metrics)
         return Recomputed(result.step, quantities, report.skipped, different, kernels)
 

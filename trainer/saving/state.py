@@ -7,7 +7,7 @@ are), and nothing here communicates. A parameter that is not trained is not stor
 ``student.model`` holds. Learning rates are a function of the step (``trainer.learner``): there is
 no schedule to store.
 
-``CapturedParts`` is a rank's copy of its part, until a thread has written it beside training:
+``RankState`` has a rank's copy of its part, until a thread has written it beside training:
 
 between two steps: capture ──► parts in host memory ··· write ──► this rank's file, checksum
 """
@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from async_opd.core.reports import WrittenFile
 from async_opd.core.stages import TRAINER
 from async_opd.models.model_size import power_of_two
 from trainer.offload import HostBuffers, HostMoments
+from trainer.rank_group import AllRanks
 from trainer.saving.shards import Part, Parts, Shards, Stamp, shard_name, write_shard
 from trainer.student.sharding import own_part, own_slices, sharded_as
+from trainer.student.stored_weights import StoredWeights
 
 Tensors = dict[str, torch.Tensor]
 COMPARED = 64
@@ -213,23 +216,23 @@ class RankFile:
     fault: str = ""
 
 
-class CapturedParts:
-    """The last copy of rank ``rank``'s parts that was not written yet.
+class RankState:
+    """Rank ``rank``'s part of the state, and the last copy of it that was not written yet.
 
     All copies are made in the same memory: new memory takes a GPU's copies twenty times as long.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, rank: int = 0) -> None:
+        self._model, self._optimizer, self._rank = model, optimizer, rank
         self._room: HostBuffers | None = None
         self._stamp: Stamp | None = None
         self._parts: Parts = {}
 
-    def capture(self, model: Any, optimizer: torch.optim.Optimizer, stamp: Stamp) -> int:
-        """Copies this rank's parts to host memory; returns their bytes."""
+    def capture(self, stamp: Stamp) -> int:
+        """Copies weights, optimizer and random states to host memory; returns the bytes."""
         self._parts = {}  # the copy overwrites them
-        self._room = self._room or room_for(model, optimizer)
-        self._parts = copy_parts(model, optimizer, self._rank, self._room)
+        self._room = self._room or room_for(self._model, self._optimizer)
+        self._parts = copy_parts(self._model, self._optimizer, self._rank, self._room)
         self._stamp = stamp
         return sum(part.tensor.nbytes for part in self._parts.values())
 
@@ -244,6 +247,43 @@ class CapturedParts:
             return RankFile(name, write_shard(Path(folder), self._rank, stamp, parts))
         except CheckpointError as error:
             return RankFile(name, None, error.cause)
+
+    def load(self, folder: str) -> Stamp:
+        """Reads weights, optimizer and random states; see ``load_parts``."""
+        shards = Shards(Path(folder))
+        load_parts(self._model, self._optimizer, shards, self._rank)
+        return shards.stamp
+
+    def adopt(self, folder: str) -> None:
+        """Reads a model's weights. Those that are not trained may be missing: they stay."""
+        StoredWeights(self._model, Path(folder), whole=False).refill()
+
+
+class TrainerState:
+    """The state of all ranks, of which each has its part."""
+
+    def __init__(self, ranks: AllRanks, model: Any) -> None:
+        """``model``: the first rank's, whole or a shard."""
+        self._ranks, self._model = ranks, model
+
+    def capture(self, step: int, version: int, balance: str) -> int:
+        """Each rank copies its part to host memory; returns the bytes of all."""
+        frozen = frozen_digest(self._model)
+        stamp = Stamp(step, version, self._ranks.number, token_hex(8), frozen, balance)
+        return sum(self._ranks.each("state.capture", stamp))
+
+    def write(self, folder: str) -> Mapping[str, WrittenFile]:
+        """Each rank writes what it captured to the folder; runs beside the thread that trains.
+
+        CheckpointError if one of them cannot.
+        """
+        return all_written(self._ranks.each("write", folder))
+
+    def load(self, folder: str) -> Stamp:
+        """Each rank reads its part of the state that the folder holds. CheckpointError."""
+        refuse_other_frozen(self._model, Shards(Path(folder)).stamp)
+        stamps: list[Stamp] = self._ranks.each("state.load", folder)
+        return stamps[0]
 
 
 def all_written(files: Sequence[RankFile]) -> Mapping[str, WrittenFile]:

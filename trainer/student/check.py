@@ -30,7 +30,7 @@ from trainer.student.loss_module import UNSUPPORTED, DecoderAndHead, decoded_sta
 from trainer.vision.parts import attention_of, set_attention_of
 
 if TYPE_CHECKING:
-    from trainer.rank import Rank
+    from trainer.student.placed import PlacedStudent
 
 LENGTHS = (5, 7)
 MAX_RELATIVE_DIFFERENCE, MAX_DIFFERENCE = 1e-3, 0.1
@@ -70,7 +70,7 @@ def check_student(model: Any, longest: int | None = None) -> torch.Tensor:
     return alone
 
 
-def check_rank(rank: Rank, exact: torch.Tensor, longest: int | None = None) -> None:
+def check_placed(student: PlacedStudent, exact: torch.Tensor, longest: int | None = None) -> None:
     """Compares packed sequences on the path that trains with ``check_student``'s logits.
 
     A collective: every rank compares its own with its own ``exact``. StageError if they
@@ -78,17 +78,17 @@ def check_rank(rank: Rank, exact: torch.Tensor, longest: int | None = None) -> N
     definition, or a parameter is gathered wrongly. One forward pass of 145 tokens, and two short
     ones in bfloat16.
     """
-    model, rows = rank.model, rank.vocabularies.student
+    model, rows = student.model, student.vocabularies.student
     probe = _Probe.of(model, rows, longest)
-    exact = exact.to(rank.device)
+    exact = exact.to(student.device)
     first, second = probe.sequences
     with _refusing(model):
-        packed = rank.logits(probe.row(first, *[second] * REPEATED)).float()
-        if not rank.half:
+        packed = student.logits(probe.row(first, *[second] * REPEATED)).float()
+        if not student.half:
             _compare_logits(model, packed, _repeated(exact))
             return
         with _attending(model, "eager"):
-            alone = torch.cat([rank.logits(probe.row(one)).float() for one in (first, second)])
+            alone = torch.cat([student.logits(probe.row(one)).float() for one in (first, second)])
         _compare_rows(model, packed, _repeated(alone), _repeated(exact))
 
 

@@ -133,6 +133,9 @@ class EmptyStudent:
         self._copy = copy.deepcopy(self.model)
         self._weights = StoredWeights(self.model, directory)
         self._max_model_len = max_model_len
+        settings = self.model.config.get_text_config().to_dict()
+        self.longest = Positions.of(settings, max_model_len).longest
+        """Tokens of the engines' longest sequence; None without a bound."""
         self._device = torch.device("meta")
 
     def fill(self, device: torch.device, home: torch.device | None = None) -> None:

@@ -26,7 +26,7 @@ from trainer.losses.estimators import CrossEntropy
 from trainer.losses.objective import Objective
 from trainer.losses.terms import Metrics, Sampled
 from trainer.student.attention import row_lengths
-from trainer.student.routing import Replay
+from trainer.student.routing import replay_routing
 from trainer.vision.images import has_dimensions
 from trainer.vision.parts import attention_of
 
@@ -106,10 +106,12 @@ class StudentLoss(torch.nn.Module):
         heads: Mapping[str, Head],
         compute: torch.dtype | None = None,
         over_ranks: Sum | None = None,
+        replays: bool = False,
     ) -> None:
         """``compute``: type of the head's matrix products; StageError as DecoderAndHead.of.
 
         ``over_ranks`` where ranks share each row, of which a micro-batch is one rank's share.
+        ``replays``: routers take the engines' experts (``trainer.student.routing``).
         """
         super().__init__()
         modules = DecoderAndHead.of(model)
@@ -118,15 +120,15 @@ class StudentLoss(torch.nn.Module):
         loss = partial(chunked_loss, heads=heads, over_ranks=over_ranks, **shared)
         self.head = LossHead(modules.linear, loss, partial(head_logits, **shared), objective)
         self.vocabulary = int(modules.linear.weight.shape[0])
-        self.replay: Replay | None = None
+        self._replay = replay_routing(model) if replays else None
 
     def forward(self, row: Row, supervised: bool = False) -> tuple[torch.Tensor, Metrics]:
         """The loss of a micro-batch with at least one response token, or of a rank's share of it.
 
         Of a row without tokens to learn from, the logits of all its tokens (see LossHead).
         """
-        if self.replay is not None:
-            self.replay.take(row, supervised)
+        if self._replay is not None:
+            self._replay.take(row, supervised)
         lengths = row_lengths(attention_of(self.decoder), row)
         states = decoded_states(self.decoder, row, lengths)
         if not isinstance(row, Packed):

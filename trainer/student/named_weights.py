@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 
 from async_opd.weight_sync.layout import experts_apart, experts_together
 from trainer.saving.state import model_state
-from trainer.student.adapters import BASE, LORA, adapter_state, plain_state
+from trainer.student.adapters import BASE, LORA, adapter_parameters, adapter_state, plain_state
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded
 from trainer.vision.parts import vision_parameters
 
@@ -24,6 +24,40 @@ _BY_LAYER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether a model's tensors are converted layer by layer."""
 _EXPERTS: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 """Names under which engines get all experts of a layer at once, by a model's own names."""
+Gathered = Literal["sent", "exported"]
+"""A method of ``FullWeights`` that returns full tensors, for which every rank sends its shards."""
+
+
+class FullWeights:
+    """A rank's weights as full tensors: rank 0 gathers them, the other ranks join each gather."""
+
+    def __init__(self, model: Any, wire_dtype: torch.dtype, adapters: bool = False) -> None:
+        """``adapters``: engines apply them (``train.lora.sync``), and are sent nothing else."""
+        self._model, self._wire_dtype, self._adapters = model, wire_dtype, adapters
+
+    def sent(self, copied: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights as engines are sent them, in their dtype: see ``named_weights``."""
+        if self._adapters:
+            return adapter_weights(self._model, self._wire_dtype, copied)
+        return named_weights(self._model, self._wire_dtype, copied, changing=True)
+
+    def exported(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full weights in ``dtype``, adapters merged; then the adapters as they are.
+
+        Each is valid until the next. Adapters come under the names of their parameters.
+        """
+        yield from named_weights(self._model, dtype, copied=False)
+        for name, tensor in adapter_parameters(self._model):
+            yield name, full_tensor(tensor.detach())
+
+    def join_gather(self, what: Gathered, dtype: torch.dtype | None = None) -> None:
+        """Sends this rank's shards, in ``dtype`` or the engines', while rank 0 runs ``what``."""
+        state = adapter_state if self._adapters else sent_state
+        for _, tensor in (state if what == "sent" else plain_state)(self._model):
+            full_tensor(tensor.detach().to(dtype or self._wire_dtype))
+        if what == "exported":
+            for _, tensor in adapter_parameters(self._model):
+                full_tensor(tensor.detach())
 
 
 def named_weights(
@@ -37,8 +71,8 @@ def named_weights(
 
     A head tied to the embedding appears once, under the embedding's name. transformers fuses the
     experts of a mixture in memory; here each has its checkpoint name. Of a sharded model every
-    other rank joins the gather (``Rank.join_gather``), and the full weights of one layer are in
-    memory at a time: a block, or a module outside of them. Without ``copied`` a tensor is valid
+    other rank joins the gather (``FullWeights.join_gather``), and the full weights of one layer are
+    in memory at a time: a block, or a module outside of them. Without ``copied`` a tensor is valid
     until the next one is asked for, and may be the model's own.
 
     ``changing``: what engines are sent, see ``sent_state``, with the experts of a layer as

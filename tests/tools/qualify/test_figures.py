@@ -30,7 +30,7 @@ def test_packed_logits_that_differ_on_the_device_are_an_error_not_a_skip(
     def differs(*_: object) -> None:
         raise StageError("student", "packed logits differ", "train another student")
 
-    monkeypatch.setattr(families, "check_rank", differs)
+    monkeypatch.setattr(families, "check_placed", differs)
     with pytest.raises(StageError, match="packed logits differ"):
         families.measure("Qwen2", "auto", CPU)
 

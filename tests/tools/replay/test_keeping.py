@@ -27,12 +27,13 @@ from trainer.rank import Rank
 from trainer.replay import keeper as keeping
 from trainer.replay.keeper import Keeper
 from trainer.replay.kept_step import read_kept, read_record
+from trainer.student.placed import PlacedStudent
 
 
 def tiny_learner(config: RunConfig) -> Learner:
     """A student of 2 layers in place of the config's, which keeps its steps."""
     objective = build_objective(config.loss)
-    rank = Rank(tiny_model(), objective, config.train, torch.device("cpu"))
+    rank = Rank(PlacedStudent(tiny_model(), objective, config.train, torch.device("cpu")))
     if config.log.replay:
         rank.keeper = Keeper(config, platform=rank.platform())
     return Learner(rank)

@@ -28,6 +28,7 @@ from trainer.rank_group import SINGLE_RANK, RankGroup, RankSpec
 from trainer.replay.keeper import Keeper
 from trainer.replay.kept_step import read_kept, write_kept
 from trainer.replay.replayer import Recomputed, Replayer
+from trainer.student.placed import PlacedStudent
 from trainer.student.sharding import join_mesh
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,9 @@ def ranks(config: RunConfig, folder: Path) -> dict[str, list[Recomputed]]:
 
     def rank_of(spec: RankSpec) -> Rank:
         mesh = join_mesh(spec, CPU, 1)
-        rank = Rank(tiny_model(), build_objective(config.loss), config.train, CPU, mesh=mesh)
+        rank = Rank(
+            PlacedStudent(tiny_model(), build_objective(config.loss), config.train, CPU, mesh=mesh)
+        )
         rank.keeper = Keeper(config, spec.rank, spec.ranks, rank.platform())
         return rank
 
@@ -70,7 +73,7 @@ def ranks(config: RunConfig, folder: Path) -> dict[str, list[Recomputed]]:
         start = folder / "start"
         start.mkdir()
         learner.capture(0)
-        learner.write(str(start))
+        learner.state.write(str(start))
         for step in STEPS:
             trained_by_fetching(learner, rank_group, scored, step)
         learner.compared("flush_records")
@@ -130,7 +133,7 @@ def test_two_ranks_have_the_automatic_weights_of_teachers_that_one_has(
     found: dict[str, list[Recomputed]], tmp_path: Path
 ) -> None:
     config = kept.config_of(tmp_path)
-    rank = Rank(tiny_model(), build_objective(config.loss), config.train, CPU)
+    rank = Rank(PlacedStudent(tiny_model(), build_objective(config.loss), config.train, CPU))
     alone = Learner(rank, TokenWeighting(auto=True))
     for step, several in zip(STEPS, found["equal"], strict=True):
         metrics = alone.train_batch(kept.batch(config, step)).metrics

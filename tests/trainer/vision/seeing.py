@@ -26,6 +26,7 @@ from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.rank import Rank
 from trainer.student.attention_choice import Platform
 from trainer.student.loading import EmptyStudent, set_attention
+from trainer.student.placed import PlacedStudent
 from trainer.vision.images import Sight
 
 CPU = torch.device("cpu")
@@ -114,9 +115,10 @@ def _sample(family: str, index: int, images: Sequence[bytes], response: int) -> 
 def rank_of(model: Any, family: str, mesh: Any = None, **train: Any) -> Rank:
     """A rank that trains the model on a forward KL; of a mesh, one of its ranks."""
     objective = Objective(OnTopK(ForwardKL(), "ignore", None))
-    rank = Rank(model, objective, TrainConfig(max_grad_norm=1e9, **train), CPU, mesh=mesh)
-    rank.sight = Sight(lambda: processor_of(family), model.base_model, CPU, rank.ranks)
-    return rank
+    settings = TrainConfig(max_grad_norm=1e9, **train)
+    placed = PlacedStudent(model, objective, settings, CPU, mesh=mesh)
+    placed.sight = Sight(lambda: processor_of(family), model.base_model, CPU, placed.ranks)
+    return Rank(placed)
 
 
 def exact_model(family: str) -> Any:

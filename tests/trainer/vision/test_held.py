@@ -30,7 +30,7 @@ def rank(family: str) -> Rank:
 
 
 def rows_of(rank: Rank) -> Any:
-    return rows_to_hold(SIZE, LONGEST, rank.sight)
+    return rows_to_hold(SIZE, LONGEST, rank.student.sight)
 
 
 def test_the_last_row_alone_has_an_image_and_a_token_for_it(rank: Rank, family: str) -> None:
@@ -49,27 +49,27 @@ def test_log_probabilities_are_those_of_transformers(rank: Rank, family: str) ->
     with torch.no_grad():
         table = exact_logits(exact_model(family), family, sample, rows[-1].images).log_softmax(-1)
     exact = table.numpy()[np.arange(BEHIND), rows[-1].ids[-BEHIND:]]
-    np.testing.assert_allclose(rank.reference(rows).logprobs[-1], exact, atol=1e-4)
+    np.testing.assert_allclose(rank.student.reference(rows).logprobs[-1], exact, atol=1e-4)
 
 
 def test_the_row_with_the_image_alone_changes_with_the_tower(family: str) -> None:
     rank = rank_of(student_of(family), family)
-    rows, before = rows_of(rank), rank.reference(rows_of(rank)).logprobs
+    rows, before = rows_of(rank), rank.student.reference(rows_of(rank)).logprobs
     with torch.no_grad():
         for name, parameter in rank.model.named_parameters():
             if "visual" in name or "vision_tower" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    after = rank.reference(rows).logprobs
+    after = rank.student.reference(rows).logprobs
     moved = [float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True)]
     assert max(moved[:-1]) < 1e-5
     assert moved[-1] > 1e-3
 
 
 def test_rows_are_of_text_where_the_image_has_no_room(rank: Rank) -> None:
-    assert not any(row.media for row in rows_to_hold(SIZE, 20, rank.sight))
+    assert not any(row.media for row in rows_to_hold(SIZE, 20, rank.student.sight))
 
 
 def test_the_image_is_the_same_each_time_and_other_rows_are_packed_as_text(rank: Rank) -> None:
     assert picture() == picture()
     rows = [replace(row) for row in rows_of(rank)[:2]]
-    assert packed(rows, rank.sight).images is None
+    assert packed(rows, rank.student.sight).images is None

@@ -40,9 +40,9 @@ def test_packed_log_probabilities_are_those_of_each_sample_alone(family: str, ro
     rank = rank_of(student_of(family), family)
     micro_batch = data.micro_batch()
     packed = pack(data.samples)
-    images = rank.sight.of(micro_batch.rollouts, data.encoded)
+    images = rank.student.sight.of(micro_batch.rollouts, data.encoded)
     row = Row(packed.input_ids, packed.position_ids, packed.starts, packed.longest, images=images)
-    ours = rank.logits(row)[packed.rows]
+    ours = rank.student.logits(row)[packed.rows]
     model = exact_model(family)
     with torch.no_grad():
         theirs = [exact_logits(model, family, one, data.encoded) for one in data.samples]
@@ -74,10 +74,10 @@ def test_each_segment_of_an_episode_sees_its_own_images(
 ) -> None:
     data = seen(family, *images)
     rank, packed = rank_of(student_of(family), family), pack([episode(data.samples)])
-    shown = rank.sight.of([episode(data.samples).rollout], data.encoded)
+    shown = rank.student.sight.of([episode(data.samples).rollout], data.encoded)
     row = Row(packed.input_ids, packed.position_ids, packed.starts, packed.longest, images=shown)
     with torch.no_grad():
-        ours, model = rank.logits(row)[packed.rows], exact_model(family)
+        ours, model = rank.student.logits(row)[packed.rows], exact_model(family)
         theirs = [exact_logits(model, family, one, data.encoded) for one in data.samples]
     assert (ours - torch.cat(theirs)).abs().max() < 1e-4
 

@@ -75,9 +75,9 @@ def of_rank(family: str, ranks: int, rank: int) -> list[dict[str, torch.Tensor]]
 
 def held_logprobs(rank: Rank) -> torch.Tensor:
     """Of the held row with an image; of several ranks a collective."""
-    rows = rows_to_hold(SIZE, LONGEST, rank.sight)
+    rows = rows_to_hold(SIZE, LONGEST, rank.student.sight)
     assert rows[-1].media
-    return torch.from_numpy(rank.reference(rows).logprobs[-1])
+    return torch.from_numpy(rank.student.reference(rows).logprobs[-1])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -18,7 +18,7 @@ from tests.vision_models import FAMILIES
 from trainer.learner import Learner
 from trainer.saving.export import save_model
 from trainer.student.adapters import LORA, add_adapters
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 from trainer.student.loading import platform_of, set_attention
 from trainer.student.named_weights import frozen_names, named_weights
 from trainer.utilization import ModelSize
@@ -43,7 +43,7 @@ def test_weights_have_the_names_and_values_of_the_files(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_at_the_start_takes_the_student(family: str) -> None:
     model = student_of(family)
-    check_rank(rank_of(model, family), check_student(model))
+    check_placed(rank_of(model, family).student, check_student(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,8 +80,8 @@ def test_a_resumed_student_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     one, two = resumed("qwen3_vl"), resumed("qwen3_vl")
     one.train_batch(first.samples, first.encoded)
     one.capture(version=1)
-    one.write(str(tmp_path))
-    assert two.restore(str(tmp_path)).version == 1
+    one.state.write(str(tmp_path))
+    assert two.restore(str(tmp_path))[1] == 1
     for learner in (one, two):
         learner.train_batch(again.samples, again.encoded)
     other = dict(two.model.named_parameters())
@@ -121,7 +121,7 @@ def test_images_cost_the_towers_entries_for_each_patch_a_third_of_frozen_ones() 
 
 def test_images_that_cannot_be_seen_or_are_missing_are_refused_by_name() -> None:
     rank = rank_of(student_of("llava"), "llava")
-    rank.sight = None
+    rank.student.sight = None
     with pytest.raises(StageError, match="p0/0 has images, and the student"):
         rank.backward([seen("llava", [0]).micro_batch()])
     from dataclasses import replace
@@ -136,7 +136,7 @@ def test_a_sync_has_no_frozen_part_and_an_export_has_all(family: str) -> None:
     model = student_of(family)
     freeze(model, ["vision_tower"])
     rank = rank_of(model, family)
-    sent, exported = dict(rank.weights()), dict(rank.exported(torch.float32))
+    sent, exported = dict(rank.weights.sent()), dict(rank.weights.exported(torch.float32))
     assert exported.keys() == files_of(folder_of(family)).keys()
     left_out = exported.keys() - sent.keys()
     assert left_out == set(frozen_names(model)) != set()
@@ -151,7 +151,7 @@ def test_an_export_loads_with_its_processor(family: str, tmp_path: Path) -> None
     from async_opd.models.processor import ImageProcessor
 
     model, target = student_of(family), str(tmp_path / "saved")
-    weights = rank_of(model, family).exported(torch.float32)
+    weights = rank_of(model, family).weights.exported(torch.float32)
     save_model(model, str(folder_of(family)), target, weights)
     assert ImageProcessor.load(target).placeholder_id > 0
     again = dict(AutoModelForImageTextToText.from_pretrained(target).named_parameters())

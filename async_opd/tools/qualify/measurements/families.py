@@ -23,7 +23,7 @@ from async_opd.tools.qualify.measurements.measuring import Figures, Report, Skip
 from async_opd.tools.qualify.measurements.rank import ATTENTION, attend
 from async_opd.tools.qualify.measurements.students import TrainSettings, micro_batch, rank_of
 from trainer.student.attention_choice import Attention
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -118,7 +118,7 @@ def measure(family: str, attention: Attention, device: torch.device) -> Figures:
     known, exact, norm = checked(family)
     model = copy.deepcopy(known).to(device)
     attend(model, attention, device)
-    check_rank(rank_of(model, device), exact)
+    check_placed(rank_of(model, device).student, exact)
     on_device = gradient_norm(model, device)
     return {"attends": model.config._attn_implementation, "norm_ratio": on_device / norm}
 

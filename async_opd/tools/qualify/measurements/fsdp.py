@@ -7,7 +7,7 @@ ranks of a mesh of two are processes, each on another GPU; all train the same sa
     difference     norm of the weights' difference after the same three steps, over the norm of
                    their change; by bfloat16 casts in other places it is not 0
     backward_ms    forward and backward pass of all micro-batches of a step
-    weights_ms     gathering all weights for the engines (``Rank.weights``)
+    weights_ms     gathering all weights for the engines (``FullWeights.sent``)
     peak_gib       most memory of torch's tensors
     norm_ratio     norm of the first step's gradient over that of the lone rank: a gradient that is
                    scaled wrongly makes nearly the same steps of AdamW
@@ -76,7 +76,7 @@ def trained(device: torch.device, mesh: Any, way: Way) -> tuple[Figures, Rank]:
     model = student(shape, device)
     recompute_activations(model)
     rank = rank_of(model, device, mesh, replace(TrainSettings(), **way))
-    batch = samples(rank.vocabularies.student, [sequence] * (tokens // sequence))
+    batch = samples(rank.student.vocabularies.student, [sequence] * (tokens // sequence))
     own = slice(None)
     if mesh is not None and "context_parallel" not in way:
         own = slice(mesh.get_rank(), None, mesh.size())
@@ -98,7 +98,7 @@ def trained(device: torch.device, mesh: Any, way: Way) -> tuple[Figures, Rank]:
         "gradient_norm": norms[0],
         "tokens_per_s": tokens / ms * 1e3,
         "backward_ms": ms,
-        "weights_ms": milliseconds(device, lambda: list(rank.weights()), repeats=3, warm_up=1),
+        "weights_ms": milliseconds(device, lambda: list(rank.weights.sent()), repeats=3, warm_up=1),
         "peak_gib": None if used is None else used.peak / GIB,
     }
     return found, rank

@@ -1,13 +1,13 @@
 """The noise of a device's kernels in the comparison of held rows (``weight_sync.freshness``).
 
-The trainer's side is ``Rank.reference``, in float32 master weights under autocast. The engine's
-side is the same student in bfloat16, whole, with another kind of attention, as an engine computes;
-then with weights that are ``stale`` by steps of AdamW, or in one layer only.
+The trainer's side is ``PlacedStudent.reference``, in float32 master weights under autocast. The
+engine's side is the same student in bfloat16, whole, with another kind of attention, as an engine
+computes; then with weights that are ``stale`` by steps of AdamW, or in one layer only.
 
     ratio     mean difference of log-probabilities in nats, in multiples of that which one rounding
               of each module's result makes: a first sync may have 32, a later one 4 times the first
     share     ratio over the limit of a later sync: above 1 it is found
-    seconds   of ``Rank.reference``: two passes
+    seconds   of ``PlacedStudent.reference``: two passes
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def engine_of(rank: Rank) -> Any:
     """The weights as they are sent, in a model of their dtype, with transformers' attention."""
     model = copy.deepcopy(rank.model)
     model.set_attn_implementation("sdpa")
-    dtype = torch.bfloat16 if rank.half else torch.float32
+    dtype = torch.bfloat16 if rank.student.half else torch.float32
     return model.to(dtype)
 
 
@@ -65,11 +65,11 @@ def main(report: Report) -> None:
     model = student(shape, device)
     attend(model, "auto", device)
     rank = rank_of(model, device)
-    rows = held_rows(rank.vocabularies.student, 1 << 20)
+    rows = held_rows(rank.student.vocabularies.student, 1 << 20)
     limits = RowLimits()
 
     def compared(engine: Any, learns: bool) -> Figures:
-        reference = rank.reference(rows)
+        reference = rank.student.reference(rows)
         rounding = ROUNDING[engine.dtype]
         found = distances(reference, logprobs(engine, reference), rounding)
         if learns:

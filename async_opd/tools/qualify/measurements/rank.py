@@ -62,7 +62,7 @@ from trainer.layers import compile_layers, recompute_activations
 from trainer.rank import Rank
 from trainer.student.adapters import add_adapters
 from trainer.student.attention_choice import Attention, platform_of
-from trainer.student.check import check_rank, check_student
+from trainer.student.check import check_placed, check_student
 from trainer.student.loading import in_bfloat16, set_attention
 
 ATTENTION: tuple[Attention, ...] = ("varlen", "flash", "flex", "sdpa")
@@ -148,7 +148,7 @@ def built(cell: Cell, device: torch.device) -> Rank:
         raise Skip("this torch's compile has no recompile_limit")
     layers = compile_layers(model) if cell.compile else None
     rank = rank_of(model, device, train=settings)
-    rank.layers = layers
+    rank.student.layers = layers
     return rank
 
 
@@ -166,7 +166,7 @@ def planned(cell: Cell, rank: Rank) -> float:
         "cuda" if rank.device.type == "cuda" else "cpu",
         tokens=sum(cell.lengths),
         responses=answered,
-        half=rank.half,
+        half=rank.student.half,
         recompute=cell.recompute,
         mask=config._attn_implementation in ("sdpa", "eager"),
         trained=trained if cell.lora else None,
@@ -271,15 +271,15 @@ def step(cell: Cell, device: torch.device, matmul: float) -> Figures:
         "peak_gib": None if used is None else used.peak / GIB,
         "planned_gib": planned(cell, rank),
         "peak_ratio": None if used is None else used.peak / GIB / planned(cell, rank),
-        **(against_eager(rank, given) if rank.layers else {}),
+        **(against_eager(rank, given) if rank.student.layers else {}),
     }
 
 
 def against_eager(rank: Rank, given: MicroBatch) -> Figures:
     """How far compiled layers change the gradient, beside what a second eager pass changes."""
-    assert rank.layers is not None
+    assert rank.student.layers is not None
     if sum(parameter.numel() for parameter in rank.model.parameters()) > SMALL:
-        return {"compiled": rank.layers.is_compiled}
+        return {"compiled": rank.student.layers.is_compiled}
 
     def gradient() -> torch.Tensor:
         rank.backward([given])
@@ -289,8 +289,8 @@ def against_eager(rank: Rank, given: MicroBatch) -> Figures:
         return parts
 
     compiled = gradient()
-    was = rank.layers.is_compiled
-    with rank.layers.paused():
+    was = rank.student.layers.is_compiled
+    with rank.student.layers.paused():
         eager, again = gradient(), gradient()
     norm = eager.norm()
     return {
@@ -318,7 +318,7 @@ class Checked:
         rank, exact = self._on_cpu
         attend(rank.model, attention, self._device)
         started = time.perf_counter()
-        check_rank(rank, exact)
+        check_placed(rank.student, exact)
         return {"check_s": time.perf_counter() - started}
 
 

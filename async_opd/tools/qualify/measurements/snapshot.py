@@ -1,6 +1,6 @@
 """Copying a student's weights out: to pinned host memory, to pageable memory, and on the device.
 
-The weights of a student, as ``Rank.weights`` yields them (bfloat16 on a GPU), are copied into host
+The weights of a student, as ``FullWeights.sent`` yields them (bfloat16 on a GPU), are copied into
 tensors that are made once, and into new ones.
 
     gb_per_s   bytes copied over seconds, in 10^9 bytes
@@ -113,13 +113,13 @@ def main(report: Report) -> None:
     device = report.device
     shape = SIZES[device.type]
     rank = rank_of(student(shape, device), device)
-    weights = [weight for _, weight in rank.weights()]
+    weights = [weight for _, weight in rank.weights.sent()]
     gib = round(sum(weight.nbytes for weight in weights) / (1 << 30), 3)
     # first: memory that is freed later stays pinned, and would be taken again
     report.cell(partial(pinned, device), what="bytes", of="pinned")
     report.cell(
-        lambda: {"ms": milliseconds(device, lambda: list(rank.weights()), 3, 1)},
-        way="Rank.weights",
+        lambda: {"ms": milliseconds(device, lambda: list(rank.weights.sent()), 3, 1)},
+        way="FullWeights.sent",
         shape=shape,
         gib=gib,
     )

@@ -2,8 +2,8 @@
 
 offloaded      ``Rank.offload`` and ``onload``: weights and moments to pinned host memory and back
 host_moments   ``Rank.apply`` with moments in host memory, and on the device
-checkpoint     ``Rank.capture``, ``write`` and ``load``; then a step from the checkpoint gives the
-               bits that it gave before, with CUDA's random state
+checkpoint     ``RankState.capture``, ``write`` and ``load``; then a step from the checkpoint gives
+               the bits that it gave before, with CUDA's random state
 stored         weights read from safetensors files straight to the device, and to the host
 digests        ``weight_sync.digests`` of all weights, on the device and on the host: equal
 twice          the same backward pass twice: tensors whose gradients differ in any bit
@@ -128,14 +128,14 @@ def checkpoint(device: torch.device) -> Figures:
     rank, given = trained_rank(device)
     stamp = Stamp(1, 1, 1, "id")
     with tempfile.TemporaryDirectory() as folder:
-        first = seconds(device, lambda: rank.capture(stamp))
-        captured = seconds(device, lambda: rank.capture(stamp))
+        first = seconds(device, lambda: rank.state.capture(stamp))
+        captured = seconds(device, lambda: rank.state.capture(stamp))
         written = seconds(device, lambda: rank.write(folder))
         before = state_of(rank)
         drawn = torch.rand(1, device=device).item()
         rank.backward(given)
         rank.apply(RATE)
-        read = seconds(device, lambda: rank.load(folder))
+        read = seconds(device, lambda: rank.state.load(folder))
         nbytes = sum(file.stat().st_size for file in Path(folder).iterdir()) / 1e9
     return {
         "capture_first_gb_per_s": nbytes / first,
@@ -166,7 +166,7 @@ def stored(device: torch.device, home: torch.device) -> Figures:
 def digested(device: torch.device) -> Figures:
     """Of the weights as engines get them."""
     rank, _ = trained_rank(device)
-    named = list(rank.weights())
+    named = list(rank.weights.sent())
     nbytes = sum(tensor.nbytes for _, tensor in named) / 1e9
     ms = milliseconds(device, lambda: digests_of(named), repeats=3, warm_up=1)
     copies = [(name, tensor.cpu()) for name, tensor in named]

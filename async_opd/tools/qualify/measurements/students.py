@@ -19,6 +19,7 @@ from trainer.losses.kl import ForwardKL
 from trainer.losses.objective import Objective
 from trainer.losses.terms import OnTopK
 from trainer.rank import Rank
+from trainer.student.placed import PlacedStudent
 
 TOP_K = 64
 OBJECTIVE = Objective(OnTopK(ForwardKL(), "bucket", None))
@@ -112,7 +113,7 @@ def rank_of(
     """A rank that trains the model, with the default settings if none are given."""
     settings: Any = train or TrainSettings()
     wire = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return Rank(model, OBJECTIVE, settings, device, mesh=mesh, wire_dtype=wire)
+    return Rank(PlacedStudent(model, OBJECTIVE, settings, device, mesh=mesh), wire)
 
 
 def samples(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Sample]:
@@ -123,7 +124,7 @@ def samples(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Samp
 
 def micro_batch(rank: Rank, lengths: Sequence[int]) -> MicroBatch:
     """Samples of these lengths, whose loss is the mean over all of their tokens."""
-    batch = samples(rank.vocabularies.student, lengths)
+    batch = samples(rank.student.vocabularies.student, lengths)
     return MicroBatch(tuple(batch), (TokenWeight(1 / sum(lengths)),) * len(batch))
 
 

@@ -1,6 +1,6 @@
 """A weight sync from a trainer's rank to another process on this machine, without engines.
 
-    Rank.weights ──Publisher──► pinned snapshot ──transport──► chunks ──copied──► tensors on the GPU
+    FullWeights ──Publisher──► pinned snapshot ──transport──► chunks ──copied──► tensors on the GPU
 
 The receiver copies each tensor to another on the device, where an engine would load it, and sends
 back digests of these. Each way syncs ``SYNCS`` times, with a step between; the figures are the last
@@ -111,7 +111,7 @@ def connected(
     rank = rank_of(student(shape, device), device)
     module = importlib.import_module(f"rollouter.transports.{backend}")
     sender = partial(module.sender, HOST, timeout_s, chunk_bytes)
-    publisher = Publisher(rank.weights, sender, digests=True, chunk_bytes=chunk_bytes)
+    publisher = Publisher(rank.weights.sent, sender, digests=True, chunk_bytes=chunk_bytes)
     engine = Engine(backend, publisher.open(0, 2), device)
     publisher.connect(0)
     return rank, publisher, engine

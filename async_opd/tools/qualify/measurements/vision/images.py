@@ -123,7 +123,7 @@ def step(recompute: Recomputation, device: torch.device) -> Figures:
         recompute_activations(model, recompute)
     rank, config = rank_of(model, device), model.config
     batch, side = with_images(config, tokens // length, length)
-    rank.sight = Sight(lambda: Images(config, side), model.base_model, device)  # type: ignore[arg-type, return-value]
+    rank.student.sight = Sight(lambda: Images(config, side), model.base_model, device)  # type: ignore[arg-type, return-value]
     encoded = {one.sha256: b"" for sample in batch for one in sample.rollout.prompt.media}
     weights = (TokenWeight(1 / tokens),) * len(batch)
     micro_batch = MicroBatch(tuple(batch), weights, images=encoded)
@@ -142,7 +142,7 @@ def step(recompute: Recomputation, device: torch.device) -> Figures:
         "cuda" if device.type == "cuda" else "cpu",
         tokens=tokens,
         responses=sum(len(sample.rollout.response_ids) for sample in batch),
-        half=rank.half,
+        half=rank.student.half,
         recompute=recompute,
         mask=model.config._attn_implementation in ("sdpa", "eager"),
     )
