@@ -74,7 +74,7 @@ def make_replicas(
     """Replicas that are being built, whose engines can be made to load weights wrongly."""
     from async_opd.core.stages import SamplingSpec
     from async_opd.queue.message_queue import MessageQueue
-    from rollouter import replica as replica_module
+    from rollouter import engine as engine_module
     from rollouter.replica import StudentReplica
     from rollouter.spec import StudentEngineSpec
 
@@ -88,7 +88,7 @@ def make_replicas(
     ) | adapter_kwargs(lora, str(path))
     queue = MessageQueue(("prompts", "dead"), 100, 1 << 30, 60.0)
     sampling = SamplingSpec(8, 1.0, 1.0, 1)
-    replica_module.EXTENSION = WORKER
+    engine_module.EXTENSION = WORKER
     specs = (
         StudentEngineSpec(f"student/{index}", kwargs, sampling, (), "gloo")
         for index in range(count)

@@ -70,7 +70,7 @@ def make_replicas(path: Path) -> list[Any]:
     """Engines that are being built."""
     from async_opd.core.stages import SamplingSpec
     from async_opd.queue.message_queue import MessageQueue
-    from rollouter import replica as replica_module
+    from rollouter import engine as engine_module
     from rollouter.replica import StudentReplica
     from rollouter.spec import StudentEngineSpec
 
@@ -83,7 +83,7 @@ def make_replicas(path: Path) -> list[Any]:
         trust_remote_code=False,
     )
     queue = MessageQueue(("prompts", "dead"), 100, 1 << 30, 60.0)
-    replica_module.EXTENSION = WORKER
+    engine_module.EXTENSION = WORKER
     sampling = SamplingSpec(1500, 1.0, 1.0, 1)
     specs = (
         StudentEngineSpec(f"student/{index}", kwargs, sampling, (), "gloo")

@@ -1,4 +1,4 @@
-"""One replica of the student: a vLLM engine that answers prompts and takes new weights.
+"""One replica of the student: an engine that answers the prompts of a run and of evaluations.
 
     group of a prompt ──rollout──► engine ──finished, one by one──► outbox of its teacher
                                      ▲                                │ put (waits for room)
@@ -15,21 +15,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config.weight_transfer import WeightTransferConfig
+from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import utils
-from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.errors import (
-    RolloutFault,
-    StageError,
-    TransferAborted,
-    WeightSyncError,
-    WorkersFailed,
-)
+from async_opd.core.errors import RolloutFault, StageError, TransferAborted
 from async_opd.core.reports import GRADE, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
@@ -37,32 +27,23 @@ from async_opd.core.uid import Uid, turn_uid
 from async_opd.environments.episode import EpisodePlayer
 from async_opd.media.cache import MediaCache, with_images
 from async_opd.media.engine_prompts import EnginePrompt
-from async_opd.models.engine_args import fitted, sleep_level, smallest_gpu
-from async_opd.models.processor import prompts_of
+from async_opd.models.engine_args import sleep_level
 from async_opd.observability.activity import Activity
-from async_opd.processes.engine_workers import ExitWatch, on_workers
-from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import Gate, race
-from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
-from async_opd.weight_sync.layout import HeldRow, Rendezvous, WeightMeta
-from rollouter.engine_io import (
-    ADAPTER,
+from async_opd.weight_sync.freshness import Evidence
+from async_opd.weight_sync.layout import HeldRow
+from rollouter.engine import (
+    StudentEngine,
     held_logprobs,
     load_watcher,
     refuse_foreign_tokens,
     rollout_of,
     rounding_of,
-    sentinels,
-    with_seats,
 )
 from rollouter.evaluation_worker import EvaluationWorker
-from rollouter.freshness_worker import EXTENSION
 from rollouter.rollout_worker import RewardGrader, RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots, first_limit
 from rollouter.spec import StudentEngineSpec
-from rollouter.transports import transport
-from rollouter.transports.chunks import BACKEND, chunk_info
-from rollouter.transports.engine import WEIGHTS_MIXED, WEIGHTS_UNCHANGED, register
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -88,24 +69,13 @@ def cause_of(*, paused: bool, asleep: bool) -> str:
     return "gpu" if asleep else "prompts"
 
 
-class StudentReplica:
-    """A vLLM engine with the student's weights of one version."""
+class StudentReplica(StudentEngine):
+    """An engine of the student that takes its requests from the queue."""
 
     def __init__(
         self, spec: StudentEngineSpec, queue: Queue, media: MediaCache | None = None
     ) -> None:
-        register()
-        self._transport = transport(spec.transfer_backend)
-        reported = current_platform.get_device_total_memory
-        args = AsyncEngineArgs(
-            **fitted(with_seats(spec.kwargs), spec.beside, lambda: smallest_gpu() or reported()),
-            worker_extension_cls=EXTENSION,
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            logprobs_mode="processed_logprobs",
-            max_logprobs=spec.top_k + 1,
-        )
-        self._spec, self._media = spec, media
-        self._adapter = ADAPTER if spec.kwargs.get("enable_lora") else None
+        self._media = media
         adaptive = AdaptiveLimit(spec.kwargs["max_num_seqs"])
         first = first_limit(spec.concurrency, adaptive.max_num_seqs)
         self._slots = slots = Slots(first, spec.sampling.n)
@@ -119,10 +89,7 @@ class StudentReplica:
             if spec.concurrency == "auto":
                 slots.resize(adaptive.observe(load))
 
-        watcher = load_watcher(observe, self._compute)
-        with forked_engine(utils, current_platform.is_cpu()):
-            self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
-        self._prompts, self._never = prompts_of(self._engine, "student", media)
+        super().__init__(spec, media, load_watcher(observe, self._compute))
         self._player, self._episodes, play = None, None, None
         if spec.episodes is not None:
             longest = int(self._engine.vllm_config.model_config.max_model_len)
@@ -133,21 +100,11 @@ class StudentReplica:
         room = self._episodes or slots
         self._worker = RolloutWorker(spec.consumer, queue, room, self._roll, grade=grade)
         self._evaluation = EvaluationWorker(slots, self._sample, play, room)
-        self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
-        self._version = self._requests = self._syncs = 0
+        self._requests = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
         self._pause_started = self._total_paused_s = 0.0  # all pauses since the start
-        self._mixed = ""  # why it has weights of two versions, if it does
         self._unpaused, self._syncing, self._gate = asyncio.Event(), asyncio.Event(), Gate()
         self._unpaused.set()
-
-    async def ready(self) -> int:
-        """Waits until the engine answers, then names the weights version 0. Returns its workers."""
-        await self._engine.check_health()
-        await self._engine.update_weight_version("0")
-        await self._rpc("refuse_broken_sleep")
-        await self._load_adapter()
-        return int(self._engine.vllm_config.parallel_config.world_size)
 
     async def run(self) -> None:
         """Answers groups from topic ``prompts`` until stopped; none if it only evaluates."""
@@ -260,12 +217,6 @@ class StudentReplica:
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
-    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
-        """Joins the transfer group with this engine's workers at ``rank_offset``."""
-        ranks = {"rank_offset": rank_offset, "world_size": rendezvous.world_size}
-        info = ranks | chunk_info(self._transport.__name__, rendezvous)
-        await self._rpc("init_weight_transfer_engine", info)
-
     async def pause(self, on_sync: str) -> None:
         """Stops sampling; ``on_sync`` names what happens to requests in flight.
 
@@ -281,53 +232,6 @@ class StudentReplica:
             await self._exit_watch.within(self._rollouts.empty())
             self._evaluation.break_off()
         await self._exit_watch.within(self._engine.pause_generation(**PAUSE[on_sync]))
-
-    async def receive(self, meta: WeightMeta) -> None:
-        """Receives the new weights while the trainer sends them.
-
-        TransferAborted if the transfer broke off. The engine still has all of its old weights then,
-        or it generates no more until another transfer was complete.
-        WrongWeights if its loader was given other tensors than the trainer sent.
-        """
-        if meta.digests:
-            await self._rpc("record_received", self._spec.keeps_weights)
-        await self._rpc("start_weight_update")
-        update = {
-            "names": list(meta.names),
-            "dtype_names": list(meta.dtype_names),
-            "shapes": [list(shape) for shape in meta.shapes],
-        }
-        try:
-            await self._rpc("update_weights", update)
-        except WorkersFailed as error:
-            faults = [fault for fault in error.faults if fault]
-            if not all(WEIGHTS_UNCHANGED in fault or WEIGHTS_MIXED in fault for fault in faults):
-                raise
-            if not all(WEIGHTS_UNCHANGED in fault for fault in error.faults):
-                self._mixed = error.cause
-                await self._rpc("end_update")
-            raise TransferAborted(self._spec.name, error.cause) from error
-        if meta.digests:
-            refuse_other_digests(self._spec.name, meta, await self._rpc("received_digests"))
-
-    async def write_weights(self, directory: str, sent: dict[str, str]) -> list[str]:
-        """Writes the newest weights as a model's, if they have these digests by name.
-
-        The names of those that have others. See ``write_kept``.
-        """
-        first, *_ = await self._rpc("write_kept", directory, sent)
-        return list(first)
-
-    async def finish(self, version: int) -> None:
-        """Sets the version of the new weights. WeightSyncError if the engine reports another."""
-        await self._rpc("finish_weight_update")
-        await self._exit_watch.within(self._engine.update_weight_version(str(version)))
-        await self._load_adapter()
-        found = await self._exit_watch.within(self._engine.get_weight_version())
-        if found != str(version):
-            raise WeightSyncError(self._spec.name, f"after the sync to {version} it has {found}")
-        self._version, self._mixed = version, ""
-        self._syncs += 1
 
     async def resume(self) -> None:
         """Continues sampling after ``pause``. TransferAborted with weights of two versions."""
@@ -350,16 +254,6 @@ class StudentReplica:
             logprobs = await self._exit_watch.within(held_logprobs(*held))
         loaded = await self._rpc("loaded_digests")
         return Evidence(logprobs, tuple(loaded), rounding_of(self._engine.vllm_config))
-
-    async def _load_adapter(self) -> None:
-        if self._adapter is not None:
-            await self._rpc("load_adapter")
-
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of vLLM's worker, or of FreshnessWorker, in every worker."""
-        return await self._exit_watch.within(
-            on_workers(self._engine, self._spec.name, method, *args)
-        )
 
     # ── time sharing with colocated teachers ───────────────────────────────────────────────────
 

@@ -31,9 +31,9 @@ def test_a_broken_contract_names_the_modules_that_rely_on_it() -> None:
         contract(name, "records", by="rollouter/slots.py"),
     ):
         raise TypeError
-    by = "rollouter/engine_io.py, rollouter/slots.py"
+    by = "rollouter/engine.py, rollouter/slots.py"
     assert f"needs that it records, for {by}. Found: TypeError" in str(raised.value)
-    assert users(name) == {"rollouter/engine_io.py"}
+    assert users(name) == {"rollouter/engine.py"}
 
 
 # ── nothing of vLLM is forgotten ───────────────────────────────────────────────────────────────

@@ -140,7 +140,7 @@ class World:
 
     async def compare(self) -> tuple[Reference, Evidence]:
         """Held rows as the trainer and the engine compute them."""
-        from rollouter.engine_io import held_logprobs, rounding_of
+        from rollouter.engine import held_logprobs, rounding_of
         from trainer.losses import ForwardKL, Objective, OnTopK
 
         model, cpu = self.reference.model, torch.device("cpu")

@@ -158,9 +158,9 @@ async def sleep(model: str, device: str, workers: int) -> Figures:
 
 async def fault(model: str, device: str, workers: int) -> Figures:
     """One worker of several has no memory for a tensor; the engine goes on."""
-    from rollouter import replica
+    from rollouter import engine as module
 
-    replica.EXTENSION = f"{__name__}.FailingWorker"  # type: ignore[attr-defined]
+    module.EXTENSION = f"{__name__}.FailingWorker"  # type: ignore[attr-defined]
     engine = Engine(model, device, {}, workers)
     try:
         await engine.replica.ready()

@@ -1,4 +1,6 @@
-"""The engine's inputs and outputs: lists of a final output become a rollout's arrays.
+"""vLLM's engine of the student: how it starts and takes new weights, its inputs and outputs.
+
+    trainer ──join, receive, finish──► StudentEngine ──lists of a final output──► rollout's arrays
 
 ``load_watcher`` reads the load of a vLLM engine after each of its steps. Held rows are scored by
 vLLM's prompt log-probabilities, in separate seats.
@@ -12,26 +14,142 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.errors import (
+    RolloutFault,
+    StageError,
+    TransferAborted,
+    WeightSyncError,
+    WorkersFailed,
+)
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.sequence import Float32
 from async_opd.core.uid import Uid
+from async_opd.media.cache import MediaCache
 from async_opd.media.engine_prompts import EnginePrompts
+from async_opd.models.engine_args import fitted, smallest_gpu
+from async_opd.models.processor import prompts_of
+from async_opd.processes.engine_workers import ExitWatch, on_workers
+from async_opd.processes.forked_engine import forked_engine
 from async_opd.waiting.deadline import gather_or_cancel
-from async_opd.weight_sync.layout import MOST_ROWS, HeldRow
-from rollouter.freshness_worker import ADAPTER_ID
+from async_opd.weight_sync.freshness import refuse_other_digests
+from async_opd.weight_sync.layout import MOST_ROWS, HeldRow, Rendezvous, WeightMeta
+from rollouter.freshness_worker import ADAPTER_ID, EXTENSION
 from rollouter.slots import EngineLoad
+from rollouter.spec import StudentEngineSpec
+from rollouter.transports import transport
+from rollouter.transports.chunks import BACKEND, chunk_info
+from rollouter.transports.engine import WEIGHTS_MIXED, WEIGHTS_UNCHANGED, register
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
+
+
+class StudentEngine:
+    """A vLLM engine with the student's weights of one version."""
+
+    def __init__(
+        self, spec: StudentEngineSpec, media: MediaCache | None, watcher: type[Any]
+    ) -> None:
+        """``watcher``: see ``load_watcher``."""
+        register()
+        self._transport = transport(spec.transfer_backend)
+        reported = current_platform.get_device_total_memory
+        args = AsyncEngineArgs(
+            **fitted(with_seats(spec.kwargs), spec.beside, lambda: smallest_gpu() or reported()),
+            worker_extension_cls=EXTENSION,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            logprobs_mode="processed_logprobs",
+            max_logprobs=spec.top_k + 1,
+        )
+        self._spec = spec
+        self._adapter = ADAPTER if spec.kwargs.get("enable_lora") else None
+        with forked_engine(utils, current_platform.is_cpu()):
+            self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
+        self._prompts, self._never = prompts_of(self._engine, "student", media)
+        self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
+        self._version = self._syncs = 0
+        self._mixed = ""  # why it has weights of two versions, if it does
+
+    async def ready(self) -> int:
+        """Waits until the engine answers, then names the weights version 0. Returns its workers."""
+        await self._engine.check_health()
+        await self._engine.update_weight_version("0")
+        await self._rpc("refuse_broken_sleep")
+        await self._load_adapter()
+        return int(self._engine.vllm_config.parallel_config.world_size)
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        """Joins the transfer group with this engine's workers at ``rank_offset``."""
+        ranks = {"rank_offset": rank_offset, "world_size": rendezvous.world_size}
+        info = ranks | chunk_info(self._transport.__name__, rendezvous)
+        await self._rpc("init_weight_transfer_engine", info)
+
+    async def receive(self, meta: WeightMeta) -> None:
+        """Receives the new weights while the trainer sends them.
+
+        TransferAborted if the transfer broke off. The engine still has all of its old weights then,
+        or it generates no more until another transfer was complete.
+        WrongWeights if its loader was given other tensors than the trainer sent.
+        """
+        if meta.digests:
+            await self._rpc("record_received", self._spec.keeps_weights)
+        await self._rpc("start_weight_update")
+        update = {
+            "names": list(meta.names),
+            "dtype_names": list(meta.dtype_names),
+            "shapes": [list(shape) for shape in meta.shapes],
+        }
+        try:
+            await self._rpc("update_weights", update)
+        except WorkersFailed as error:
+            faults = [fault for fault in error.faults if fault]
+            if not all(WEIGHTS_UNCHANGED in fault or WEIGHTS_MIXED in fault for fault in faults):
+                raise
+            if not all(WEIGHTS_UNCHANGED in fault for fault in error.faults):
+                self._mixed = error.cause
+                await self._rpc("end_update")
+            raise TransferAborted(self._spec.name, error.cause) from error
+        if meta.digests:
+            refuse_other_digests(self._spec.name, meta, await self._rpc("received_digests"))
+
+    async def write_weights(self, directory: str, sent: dict[str, str]) -> list[str]:
+        """Writes the newest weights as a model's, if they have these digests by name.
+
+        The names of those that have others. See ``write_kept``.
+        """
+        first, *_ = await self._rpc("write_kept", directory, sent)
+        return list(first)
+
+    async def finish(self, version: int) -> None:
+        """Sets the version of the new weights. WeightSyncError if the engine reports another."""
+        await self._rpc("finish_weight_update")
+        await self._exit_watch.within(self._engine.update_weight_version(str(version)))
+        await self._load_adapter()
+        found = await self._exit_watch.within(self._engine.get_weight_version())
+        if found != str(version):
+            raise WeightSyncError(self._spec.name, f"after the sync to {version} it has {found}")
+        self._version, self._mixed = version, ""
+        self._syncs += 1
+
+    async def _load_adapter(self) -> None:
+        if self._adapter is not None:
+            await self._rpc("load_adapter")
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of vLLM's worker, or of FreshnessWorker, in every worker."""
+        return await self._exit_watch.within(
+            on_workers(self._engine, self._spec.name, method, *args)
+        )
 
 
 def refuse_foreign_tokens(prompt: Prompt, uid: Uid, rows: int) -> None:

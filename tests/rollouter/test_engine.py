@@ -28,7 +28,7 @@ def output(tokens: list[int], top_k: int, finish: str = "stop", versions: Any = 
 
 
 def rollout(found: Any, top_k: int) -> Rollout:
-    from rollouter.engine_io import rollout_of  # imports vLLM
+    from rollouter.engine import rollout_of  # imports vLLM
 
     return rollout_of("p/0", make_prompt("p", "sort"), found, top_k)
 
@@ -60,7 +60,7 @@ def test_experts_are_the_engines_and_an_empty_response_is_a_rollout() -> None:
 
 
 def test_a_token_that_the_model_does_not_have_is_refused_before_the_engine() -> None:
-    from rollouter.engine_io import refuse_foreign_tokens
+    from rollouter.engine import refuse_foreign_tokens
 
     prompt = make_prompt("p", "sort")
     highest = int(prompt.token_ids.max())
@@ -80,7 +80,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_before_the_engine() -> 
 )
 def test_held_rows_have_seats_where_vllm_takes_them(given: dict[str, Any], seats: int) -> None:
     """vLLM refuses more seats than tokens of a step; one seat keeps a response's batch its own."""
-    from rollouter.engine_io import with_seats
+    from rollouter.engine import with_seats
 
     assert with_seats(given)["max_num_seqs"] == seats
 
@@ -91,9 +91,9 @@ def test_a_float32_engine_rounds_to_tf32_on_a_gpu(
 ) -> None:
     import torch
 
-    from rollouter import engine_io
+    from rollouter import engine as engine_module
 
     engine = SimpleNamespace(quant_config=None, model_config=SimpleNamespace(dtype=torch.float32))
     platform = SimpleNamespace(is_cuda=lambda: cuda)
-    monkeypatch.setattr(engine_io, "current_platform", platform)
-    assert engine_io.rounding_of(cast(Any, engine)) == rounding
+    monkeypatch.setattr(engine_module, "current_platform", platform)
+    assert engine_module.rounding_of(cast(Any, engine)) == rounding
