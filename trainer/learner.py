@@ -302,8 +302,9 @@ class Learner:
         bfloat16 from a GPU, float32 from a CPU. A head tied to the embedding is left out, as in
         the checkpoint. Without ``copied`` each is valid until the next is asked for.
         """
-        with self._ranks.beside("weights.join_gather", "sent"):
+        with self._ranks.beside("weights.join_gather", "sent") as joined:
             yield from self._rank.weights.sent(copied)
+            joined()
 
     def reference(self, rows: Sequence[HeldRow]) -> Reference:
         """The current weights' log-probabilities of held rows; see ``trainer.student.reference``.
@@ -336,9 +337,10 @@ class Learner:
         An error of writing is raised when all is gathered: the ranks stay in step.
         """
         dtype = export_dtype(self._train.export_dtype, source)
-        with self._ranks.beside("weights.join_gather", "exported", dtype):
+        with self._ranks.beside("weights.join_gather", "exported", dtype) as joined:
             weights = self._rank.weights.exported(dtype)
             fault = fault_of_saving(self.model, source, directory, weights, dtype)
+            joined()
         if self._rank.recorder is not None or self._rank.keeper is not None:
             self._ranks.each("flush_records")
         if fault is not None:

@@ -73,9 +73,7 @@ class Rank:
         self._packing = ThreadPoolExecutor(1, "packing")
         self.optimizer = adamw(self.model, self.train, student.offloads)
         self.state = RankState(self.model, self.optimizer, student.number)
-        lora = self.train.lora
-        adapters = lora is not None and lora.sync == "adapter"
-        self.weights = FullWeights(self.model, wire_dtype, adapters)
+        self.weights = FullWeights(self.model, wire_dtype, self.train.lora)
 
     def backward(
         self,

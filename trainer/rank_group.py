@@ -23,7 +23,8 @@ from async_opd.core.errors import StageError
 from async_opd.core.reports import Interval
 
 T = TypeVar("T")
-
+Results = Callable[[], list[Any]]
+"""Waits until every other rank has returned; the result of each, in their order."""
 GRACE_S = 10.0
 """Seconds after an error of rank 0 in which the failure of another rank is taken for its cause: a
 rank that dies breaks the others' collectives before its own death is known."""
@@ -55,9 +56,7 @@ class RankGroup(Protocol):
     def ranks(self) -> int:
         """Number of ranks, rank 0 included."""
 
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
+    def dispatch(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Results:
         """Starts the method in each rank with its own arguments; returns a call for the results.
 
         Both calls are made from a thread other than the event loop's. The second blocks until every
@@ -83,9 +82,7 @@ class SingleRank:
 
     ranks = 1
 
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
+    def dispatch(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Results:
         """There is no other rank: no results."""
         return list
 
@@ -107,7 +104,7 @@ SINGLE_RANK = SingleRank()
 @contextmanager
 def dispatched(
     rank_group: RankGroup, method: str, arguments: Sequence[tuple[Any, ...]]
-) -> Iterator[Callable[[], list[Any]]]:
+) -> Iterator[Results]:
     """The other ranks run the method during the block, each with its own arguments.
 
     An error in the block breaks the group: some ranks may have finished it, others not.
@@ -133,21 +130,13 @@ class AllRanks:
 
         Followers have it under its last name.
         """
-        with self._dispatched(method, arguments) as results:
+        with self.beside(method, *arguments) as results:
             return [attrgetter(method)(self._first)(*arguments), *results()]
 
-    @contextmanager
-    def beside(self, method: str, *arguments: Any) -> Iterator[None]:
+    def beside(self, method: str, *arguments: Any) -> AbstractContextManager[Results]:
         """The other ranks run the method during the block, all with the same arguments."""
-        with self._dispatched(method, arguments) as results:
-            yield
-            results()
-
-    def _dispatched(
-        self, method: str, arguments: tuple[Any, ...]
-    ) -> AbstractContextManager[Callable[[], list[Any]]]:
-        name, group = method.rpartition(".")[2], self._others
-        return dispatched(group, name, [arguments] * (group.ranks - 1))
+        each = [arguments] * (self.number - 1)
+        return dispatched(self._others, method.rpartition(".")[2], each)
 
 
 async def run_with_ranks(rank_group: RankGroup, work: Awaitable[T], grace_s: float = GRACE_S) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,7 +24,7 @@ from async_opd.sharing.gpu_turns import GpuTurns
 from rollouter.transports import chosen, transport
 from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
 from trainer.publisher import Transport, publisher_of
-from trainer.rank_group import GRACE_S, SINGLE_RANK, RankSpec
+from trainer.rank_group import GRACE_S, SINGLE_RANK, RankSpec, Results
 from trainer.replay.replayer import Replayer
 from trainer.stage import TrainerStage
 from trainer.vision.fetching import cache_of
@@ -115,9 +115,7 @@ class RemoteRankGroup:
         self._failure: asyncio.Future[StageError] = self._loop.create_future()
         self._death: asyncio.Future[StageError] = self._loop.create_future()
 
-    def dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Callable[[], list[Any]]:
+    def dispatch(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Results:
         """See RankGroup.dispatch. ``timeouts.collective_s`` bounds the collectives of each call."""
         if self._broken:
             raise StageError(TRAINER, "an error in one of its ranks has put them out of step")

@@ -189,19 +189,17 @@ async def _fetch(
     )
 
 
-def hand_over(
-    plan: Plan, samples: Samples, images: Images, rank_group: RankGroup
-) -> list[MicroBatch]:
+def hand_over(plan: Plan, samples: Samples, images: Images, group: RankGroup) -> list[MicroBatch]:
     """Rank 0's micro-batches of samples that it has; the others receive theirs in messages."""
     made = [[one.of(samples, images) for one in own] for own in plan.micro_batches]
-    sharing = rank_group.ranks // len(made)
+    sharing = group.ranks // len(made)
     others = [
         list(cut(made[rank // sharing], lambda micro_batch: micro_batch.nbytes))
-        for rank in range(1, rank_group.ranks)
+        for rank in range(1, group.ranks)
     ]
     for messages in zip_longest(*others, fillvalue=()):
         given = [(tuple(message),) for message in messages]
-        with dispatched(rank_group, "take", given) as taken:
+        with dispatched(group, "take", given) as taken:
             taken()
     return made[0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,9 @@ from trainer.saving.state import model_state
 from trainer.student.adapters import BASE, LORA, adapter_parameters, adapter_state, plain_state
 from trainer.student.sharding import blocks_of, full_tensor, is_sharded
 from trainer.vision.parts import vision_parameters
+
+if TYPE_CHECKING:
+    from async_opd.config.sections.train import LoraConfig
 
 _BY_LAYER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Whether a model's tensors are converted layer by layer."""
@@ -31,9 +34,10 @@ Gathered = Literal["sent", "exported"]
 class FullWeights:
     """A rank's weights as full tensors: rank 0 gathers them, the other ranks join each gather."""
 
-    def __init__(self, model: Any, wire_dtype: torch.dtype, adapters: bool = False) -> None:
-        """``adapters``: engines apply them (``train.lora.sync``), and are sent nothing else."""
-        self._model, self._wire_dtype, self._adapters = model, wire_dtype, adapters
+    def __init__(self, model: Any, wire_dtype: torch.dtype, lora: LoraConfig | None) -> None:
+        """Engines that apply adapters (``train.lora.sync``) are sent these alone."""
+        self._model, self._wire_dtype = model, wire_dtype
+        self._adapters = lora is not None and lora.sync == "adapter"
 
     def sent(self, copied: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights as engines are sent them, in their dtype: see ``named_weights``."""

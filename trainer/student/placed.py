@@ -17,7 +17,7 @@ from async_opd.config.device_defaults import offloads
 from async_opd.weight_sync.layout import HeldRow, Reference
 from trainer.batches.packing import Packed, Row, Vocabularies
 from trainer.context import ACROSS, Context
-from trainer.layers import CompiledLayers, compile_layers
+from trainer.layers import compile_layers
 from trainer.losses.chunked import Head, objective_run
 from trainer.losses.objective import Objective
 from trainer.offload import move, park
@@ -63,7 +63,6 @@ class PlacedStudent:
         self.offloads = offloads(train, device.type)
         self._autocast = self.half and mesh is None  # FSDP casts the parameters that it gathers
         self.ranks, self.number = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
-        self.layers: CompiledLayers | None = None  # with ``train.compile``
         self.sight: Sight | None = None  # of a VLM student
         self.sent: SentMatrices | None = None  # with ``sync.fake_quantization``
         self._objective = objective
@@ -83,12 +82,16 @@ class PlacedStudent:
             self._shard(mesh, fill)
         if self._context is not None:
             self._context.set_attention(model)
+        # not ``auto``, which is left where the student's files are not on the driver's machine
+        compiles = fill is not None and train.compile is True
+        self.layers = compile_layers(model) if compiles else None
         several = self.ranks > 1  # a single one has nothing to add up, also where FSDP offloads it
         self.reduces_once = several and all_reduce_once(train, self.loss, device)
 
     def _load(self, fill: Callable[[], None] | None) -> None:
         """Reads the weights of a student that is not sharded; moves it to the rank's device."""
-        self._fill(fill)
+        if fill is not None:
+            fill()
         if self.half:
             halve_frozen(self.model)
         self.model.to(self.device)
@@ -99,17 +102,10 @@ class PlacedStudent:
             halve_frozen(self.model)
         on_host = self.offloads == "parameters"
         shard(self.loss, mesh, bfloat16=self.half, offload=on_host)
-        self._fill(fill)
+        if fill is not None:
+            fill()
         if on_host:
             park(self.loss)
-
-    def _fill(self, fill: Callable[[], None] | None) -> None:
-        if fill is None:
-            return
-        fill()
-        # not ``auto``, which is left where the student's files are not on the driver's machine
-        if self.train.compile is True:
-            self.layers = compile_layers(self.model)
 
     def move(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         """Moves its tensors and the optimizer's to a device; none that FSDP offloads."""
