@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from async_opd.core.errors import StageError
-from trainer.rank_group import SINGLE_RANK, run_with_ranks
+from trainer.rank_group import SINGLE_RANK, AllRanks, run_with_ranks
 
 DEATH = StageError("trainer", "trainer/1 died")
 
@@ -78,3 +79,36 @@ async def test_a_broken_collective_is_blamed_on_the_rank_that_died() -> None:
 
     with pytest.raises(StageError, match="trainer/1 died"):
         await run_with_ranks(others, breaks())
+
+
+class Asked(Others):
+    """Notes what it is asked for, and answers for the second rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, Sequence[Any]]] = []
+        self.broken = False
+
+    def dispatch(self, method: str, arguments: Sequence[Any]) -> Callable[[], list[Any]]:
+        self.asked.append((method, arguments))
+        return lambda: ["second"]
+
+    def mark_broken(self) -> None:
+        self.broken = True
+
+
+def test_a_method_of_a_part_is_asked_of_the_others_by_its_last_name() -> None:
+    others = Asked()
+    first: Any = SimpleNamespace(state=SimpleNamespace(load=lambda folder: f"first {folder}"))
+    assert AllRanks(first, others).each("state.load", "here") == ["first here", "second"]
+    assert others.asked == [("load", [("here",)])]
+
+
+def test_an_error_beside_the_others_puts_them_out_of_step() -> None:
+    others = Asked()
+    with (
+        pytest.raises(RuntimeError, match="out of memory"),
+        AllRanks(None, others).beside("weights.join_gather", "sent"),
+    ):
+        raise RuntimeError("out of memory")
+    assert (others.asked, others.broken) == ([("join_gather", [("sent",)])], True)
