@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from async_opd.queue.sizes import (
     payloads,
     refused,
     rollout_bytes,
+    routing_bytes,
     sample_bytes,
     score_bytes,
     stored_from,
@@ -183,6 +185,16 @@ def test_preflight_refuses_it_too(tmp_path: Path) -> None:
 )
 def test_bytes_are_printed_in_the_largest_unit_there_is_one_of(nbytes: int, words: str) -> None:
     assert in_mib(nbytes) == words
+
+
+@pytest.mark.parametrize(("experts", "nbytes"), [(256, 24), (257, 48)])
+def test_more_than_256_experts_take_two_bytes_each(
+    tmp_path: Path, experts: int, nbytes: int
+) -> None:
+    """4 experts of each token in 6 layers."""
+    settings = {"num_hidden_layers": 6, "num_experts_per_tok": 4, "num_experts": experts}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert routing_bytes(config(f"student.model={tmp_path}", "train.routing=replay")) == nbytes
 
 
 def test_prompts_are_asked_in_calls_whose_answers_are_one_message() -> None:

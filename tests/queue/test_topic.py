@@ -142,6 +142,26 @@ async def test_a_get_cancelled_after_it_was_served_gives_its_lease_back() -> Non
     assert uids(await asyncio.wait_for(queue.get(1), 5)) == ["a/0"]
 
 
+async def test_what_is_given_back_goes_to_the_consumer_that_waits() -> None:
+    queue = topic()
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    waiting = asyncio.create_task(queue.get(1))
+    await settle()
+    queue.nack(lease.id)
+    assert uids(await asyncio.wait_for(waiting, 5)) == ["a/0"]
+
+
+async def test_a_closed_topic_takes_and_gives_nothing() -> None:
+    queue = topic()
+    await queue.put(batch("a/0"))
+    queue.close()
+    with pytest.raises(QueueClosed):
+        await queue.get(1)
+    with pytest.raises(QueueClosed):
+        await queue.put(batch("b/0"))
+
+
 async def test_closing_wakes_every_waiter_with_an_error() -> None:
     queue = topic(max_samples=1)
     getting = asyncio.create_task(queue.get(1))
