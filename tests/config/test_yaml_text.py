@@ -59,6 +59,10 @@ def test_what_is_written_reads_back_equal(tree: Any) -> None:
     assert load_yaml(dump_yaml(tree)) == tree
 
 
+def test_keys_are_written_in_their_order() -> None:
+    assert dump_yaml({"b": 1, "a": 2}) == "b: 1\na: 2\n"
+
+
 @given(st.text())
 def test_no_text_ends_in_another_error(text: str) -> None:
     with contextlib.suppress(YamlError):

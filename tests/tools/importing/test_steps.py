@@ -147,6 +147,29 @@ def test_a_teachers_name_with_a_dot_keeps_its_address_and_its_source() -> None:
     assert ours["teachers.qwen2-5.sources"] == ["qwen2.5"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "differs"),
+    [("ConstantLR", []), ("StepLR", ["policy.scheduler: constant is used, there is no {} here"])],
+)
+def test_a_schedule_of_torch_that_is_not_here_is_named(kind: str, differs: list[str]) -> None:
+    name = f"torch.optim.lr_scheduler.{kind}"
+    found = drafted(**{"policy.scheduler.0.name": name}).differs
+    assert [line for line in found if "scheduler" in line] == [one.format(name) for one in differs]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "named"),
+    [("constant", 0, False), ("cosine", 7, False), ("linear", 7, True)],
+)
+def test_prime_rls_schedules_warm_up_but_the_constant_one(
+    schedule: str, steps: int, named: bool
+) -> None:
+    keys = {"trainer.scheduler.type": schedule, "trainer.scheduler.warmup_steps": 7}
+    draft = drafted("prime-rl", **keys)
+    assert draft.ours["train.warmup_steps"] == steps
+    assert any(line.startswith("trainer.scheduler.type") for line in draft.differs) is named
+
+
 def test_an_engine_of_prime_rl_is_read_by_its_tag() -> None:
     keys = {
         "inference.0.tag": "student",
