@@ -511,7 +511,7 @@ class Learning(FakeTrainer):
         return await super().capture()
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> dict[str, WrittenFile]:
-        files = self.learner.state.write(directory)
+        files = self.learner.write(directory)
         return {**await super().checkpoint(directory, in_flight), **files}
 
     async def restore(self, directory: str) -> frozenset[str]:

@@ -38,7 +38,7 @@ from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, AllRanks, RankGroup, dispatched
 from trainer.replay.keeper import Keeping
 from trainer.saving.export import export_dtype, fault_of_saving
-from trainer.saving.state import TrainerState
+from trainer.saving.state import Files, TrainerState
 from trainer.utilization import memory_metrics, utilization
 from trainer.vision.images import Images, Samples
 
@@ -90,7 +90,7 @@ class Learner:
         """By default every token weighs 1 / (tokens of the batch)."""
         self._rank, self._rank_group, self.sight = rank, rank_group, rank.student.sight
         self._ranks = AllRanks(rank, rank_group)
-        self.state = TrainerState(self._ranks, rank.model)
+        self._state = TrainerState(self._ranks, rank.model)
         self._balancing = Balancing(token_weights or TokenWeighting())
         self._train, self._sharing = rank.train, rank.train.context_parallel
         most = rank.train.tokens_per_micro_batch
@@ -316,11 +316,15 @@ class Learner:
 
     def capture(self, version: int) -> int:
         """See TrainerState.capture."""
-        return self.state.capture(self._step, version, self._balancing.balance.text())
+        return self._state.capture(self._step, version, self._balancing.balance.text())
+
+    def write(self, folder: str) -> Files:
+        """See TrainerState.write."""
+        return self._state.write(folder)
 
     def restore(self, folder: str) -> tuple[int, int]:
         """See TrainerState.load; returns the step and the version."""
-        stamp = self.state.load(folder)
+        stamp = self._state.load(folder)
         self._step, self._balancing.balance = stamp.step, Balance.of(stamp.balance)
         self.unchanged = False  # samples of its version may be of weights some steps before
         return stamp.step, stamp.version

@@ -223,7 +223,7 @@ class TrainerStage:
         if captured is None:
             raise CheckpointError("trainer", "checkpoint was called without a capture before it")
         samples = await self._scored(captured, in_flight)
-        write = asyncio.to_thread(self._learner.state.write, directory)
+        write = asyncio.to_thread(self._learner.write, directory)
         self._writing = asyncio.create_task(write, name="write a checkpoint")
         self._writing.add_done_callback(retrieve_exception)
         files = await asyncio.shield(self._writing)  # nothing ends the threads that write

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import async_opd.run as run_module
@@ -72,10 +71,10 @@ class KeptLearner(SimulatedLearner):
         path.write_text(json.dumps({"step": self.captured, "version": self.version}))
         return {STATE: written_file(path)}
 
-    def restore(self, directory: str) -> SimpleNamespace:
-        found = SimpleNamespace(**json.loads((Path(directory) / STATE).read_text()))
-        self.steps = found.step
-        return found
+    def restore(self, directory: str) -> tuple[int, int]:
+        found = json.loads((Path(directory) / STATE).read_text())
+        self.steps = found["step"]
+        return found["step"], found["version"]
 
     def save(self, model_dir: str, directory: str) -> None:
         Path(directory).mkdir(exist_ok=True)

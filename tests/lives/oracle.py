@@ -25,6 +25,8 @@ NOT_MEASURED = re.compile(r"steps? (\d+)(?: to (\d+))?: .*evaluation")
 THRESHOLD = re.compile(r"life: the staleness threshold is ([\d.]+)$")
 EVALUATED = re.compile(r"step (\d+), versions? [^:]*: eval/")
 RESUMED = re.compile(r"going on after step (\d+),|the run goes on after step (\d+)$")
+NOT_WRITTEN = re.compile(r"no checkpoint of step \d+, the run goes on: \w+(?:Error|Exception): .*")
+"""Of an error that has a type there: neither of a file nor of a stage, which faults cause."""
 CLOSE = 1e-5
 
 
@@ -126,6 +128,7 @@ class _Run:
 
     def checkpoints_agree(self) -> Iterator[str]:
         """Each checkpoint is whole, its cut is that of the ledger, and all are of one way."""
+        yield from (found[0] for found in map(NOT_WRITTEN.search, self.log) if found)
         histories = {}
         for step, path in self.checkpoints.items():
             yield from self._checkpoint(path, self.folder / "ledger.jsonl")

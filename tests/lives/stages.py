@@ -116,10 +116,10 @@ class Learner(Planner):
         path.write_text(self._captured)
         return {HISTORY: written_file(path)}
 
-    def restore(self, directory: str) -> SimpleNamespace:
+    def restore(self, directory: str) -> tuple[int, int]:
         found = json.loads((Path(directory) / HISTORY).read_text())
         self.history = found["steps"]
-        return SimpleNamespace(step=len(self.history), version=found["version"])
+        return len(self.history), found["version"]
 
     def save(self, model_dir: str, directory: str) -> None:
         Path(directory).mkdir(exist_ok=True)

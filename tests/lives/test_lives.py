@@ -185,6 +185,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: parsed(newest(at) / "history.json", another_way),
         "history.json is not as the manifest says",
     ),
+    "a checkpoint failed by a fault of the code": (
+        lambda at: lines(
+            at / "run/run.log",
+            lambda log: [*log, "no checkpoint of step 4, the run goes on: TypeError: no state"],
+        ),
+        "no checkpoint of step 4, the run goes on: TypeError: no state",
+    ),
     "a cut has lost a sample": (
         lambda at: parsed(
             newest(at) / "cut.json",

@@ -99,7 +99,7 @@ def finished(folder: Path) -> Path:
     learner.capture(160)
     part = store.begin(160)
     tree = {"config": config.model_dump(mode="json", by_alias=True), "data": "d1g35t"}
-    store.commit(part, cut(160), json.dumps(tree), learner.state.write(str(part)))
+    store.commit(part, cut(160), json.dumps(tree), learner.write(str(part)))
     sample = record("0:3#0/1", 24, step=12, teacher="sort", data_source="sort")
     RecordWriter(folder / MICROSCOPE, 0, 1 << 20).write(12, [sample])
     return folder

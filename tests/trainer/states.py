@@ -18,7 +18,7 @@ def state_of(learner: Learner) -> State:
     """All tensors of a checkpoint that the learner's ranks write now."""
     learner.capture(version=0)
     with tempfile.TemporaryDirectory() as folder:
-        learner.state.write(folder)
+        learner.write(folder)
         shards = Shards(Path(folder))
         return {name: shards.read(name) for name in shards.names}
 

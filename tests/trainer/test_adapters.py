@@ -189,7 +189,7 @@ def test_adapters_of_another_rank_are_refused() -> None:
 def test_adapters_of_another_base_of_the_same_shapes_are_refused(tmp_path: Path) -> None:
     one = learner(adapted(seed=0))
     one.capture(version=0)
-    one.state.write(str(tmp_path))
+    one.write(str(tmp_path))
     other = learner(adapted(seed=1))
     before = values(other.model)
     with pytest.raises(CheckpointError, match="frozen weights of another model"):
@@ -200,7 +200,7 @@ def test_adapters_of_another_base_of_the_same_shapes_are_refused(tmp_path: Path)
 def test_the_base_of_adapters_is_the_same_in_bfloat16(tmp_path: Path) -> None:
     one = learner(adapted())
     one.capture(version=3)
-    one.state.write(str(tmp_path))
+    one.write(str(tmp_path))
     other = adapted()
     halve_frozen(other)
     assert learner(other).restore(str(tmp_path))[1] == 3

@@ -187,7 +187,7 @@ def test_a_learner_that_goes_back_to_a_checkpoint_makes_the_same_steps(tmp_path:
     made = learner()
     trained(made, [1, 2])
     made.capture(0)
-    made.state.write(str(tmp_path))
+    made.write(str(tmp_path))
     expected, after = trained(made, [3, 4]), dict(made.named_weights())
     again = learner()
     again.restore(str(tmp_path))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from async_opd.core.errors import StageError
+from trainer.follower import Follower
 from trainer.rank_group import SINGLE_RANK, AllRanks, run_with_ranks
 
 DEATH = StageError("trainer", "trainer/1 died")
@@ -112,3 +115,11 @@ def test_an_error_beside_the_others_puts_them_out_of_step() -> None:
     ):
         raise RuntimeError("out of memory")
     assert (others.asked, others.broken) == ([("join_gather", [("sent",)])], True)
+
+
+def test_a_follower_has_every_method_that_all_ranks_are_asked_for() -> None:
+    trainer = Path(__file__).parents[2] / "trainer"
+    calls = re.compile(r'\.(?:each|beside|compared)\(\s*"(?:\w+\.)*(\w+)"')
+    names = {name for file in trainer.rglob("*.py") for name in calls.findall(file.read_text())}
+    assert {"capture", "join_gather", "reference"} <= names
+    assert {name for name in names if not hasattr(Follower, name)} == set()

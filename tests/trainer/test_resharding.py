@@ -38,7 +38,7 @@ def written(learner: Learner, folder: Path) -> Path:
     folder.mkdir()
     with patch("torch.distributed.tensor.DTensor.full_tensor", side_effect=AssertionError):
         learner.capture(version=0)
-        learner.state.write(str(folder))
+        learner.write(str(folder))
     return folder
 
 
@@ -75,7 +75,7 @@ def trained_by_two(folder: Path) -> str:
         (folder / "full" / shard_name(1, 2)).mkdir(parents=True)
         learner.capture(version=0)
         with pytest.raises(CheckpointError) as error:
-            learner.state.write(str(folder / "full"))
+            learner.write(str(folder / "full"))
         full = patch("trainer.saving.export.save_file", side_effect=OSError(28, "full"))
         with full, pytest.raises(OSError, match="full"):
             learner.save(source(folder), str(folder / "model"))

@@ -88,14 +88,14 @@ async def test_no_second_copy_is_made_while_one_that_was_given_up_is_written(
     """Nothing ends the thread that writes: it holds its copy until the disk has it."""
     made = learner()
     begun, disk = threading.Event(), threading.Event()
-    write = made.state.write
+    write = made.write
 
     def slow(folder: str) -> Any:
         begun.set()
         assert disk.wait(20)
         return write(folder)
 
-    monkeypatch.setattr(made.state, "write", slow)
+    monkeypatch.setattr(made, "write", slow)
     one = stage(made)
     await one.capture()
     given_up = asyncio.create_task(one.checkpoint(str(tmp_path), frozenset()))

@@ -5,6 +5,7 @@
 
 No rank needs the samples of another: what the whole batch decides (weights of tokens, assignment,
 denominators) depends on headers, and what depends on tokens are sums that each rank returns.
+Of samples that rank 0 has already, ``hand_over`` sends each rank its micro-batches.
 
 ``HandOut`` assigns batches to the ranks:
 

@@ -3,9 +3,9 @@
     model/<parameter> · optimizer/<parameter>/<moment> · rng/<rank>/<device>
 
 Every rank copies and reads its own parts only (``trainer.saving.shards`` says in which files they
-are), and nothing here communicates. A parameter that is not trained is not stored: it is what
-``student.model`` holds. Learning rates are a function of the step (``trainer.learner``): there is
-no schedule to store.
+are), and no rank's part needs another's. ``TrainerState`` has all ranks do the same. A parameter
+that is not trained is not stored: it is what ``student.model`` holds. Learning rates are a function
+of the step (``trainer.learner``): there is no schedule to store.
 
 ``RankState`` has a rank's copy of its part, until a thread has written it beside training:
 
@@ -34,6 +34,7 @@ from trainer.student.sharding import own_part, own_slices, sharded_as
 from trainer.student.stored_weights import StoredWeights
 
 Tensors = dict[str, torch.Tensor]
+Files = Mapping[str, WrittenFile]
 COMPARED = 64
 """Numbers of each frozen parameter that are compared."""
 BUFFER_BYTES = 1 << 30
@@ -272,11 +273,12 @@ class TrainerState:
         stamp = Stamp(step, version, self._ranks.number, token_hex(8), frozen, balance)
         return sum(self._ranks.each("state.capture", stamp))
 
-    def write(self, folder: str) -> Mapping[str, WrittenFile]:
+    def write(self, folder: str) -> Files:
         """Each rank writes what it captured to the folder; runs beside the thread that trains.
 
         CheckpointError if one of them cannot.
         """
+        # not "state.write": the rank first writes the steps that it keeps
         return all_written(self._ranks.each("write", folder))
 
     def load(self, folder: str) -> Stamp:
@@ -286,7 +288,7 @@ class TrainerState:
         return stamps[0]
 
 
-def all_written(files: Sequence[RankFile]) -> Mapping[str, WrittenFile]:
+def all_written(files: Sequence[RankFile]) -> Files:
     """The files of all ranks by name. CheckpointError with the reasons of those without one."""
     faults = [file.fault for file in files if file.written is None]
     if faults:

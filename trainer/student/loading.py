@@ -293,7 +293,7 @@ def set_attention(model: Any, wanted: Attention, platform: Platform, across: boo
 
     On a CPU it is sdpa of one sequence after the other, where the model allows it. ``sdpa`` is
     eager where transformers has no sdpa for the model, or sdpa would be wrong.
-    ``across``: ranks share each row, for which ``parallel.Context`` then sets it once more.
+    ``across``: ranks share each row, for which ``trainer.context.Context`` then sets it once more.
     """
     settings, chosen = model.config.get_text_config(), attention_of(model)
     if across:

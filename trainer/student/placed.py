@@ -83,8 +83,7 @@ class PlacedStudent:
         if self._context is not None:
             self._context.set_attention(model)
         # not ``auto``, which is left where the student's files are not on the driver's machine
-        compiles = fill is not None and train.compile is True
-        self.layers = compile_layers(model) if compiles else None
+        self.layers = compile_layers(model) if train.compile is True else None
         several = self.ranks > 1  # a single one has nothing to add up, also where FSDP offloads it
         self.reduces_once = several and all_reduce_once(train, self.loss, device)
 

@@ -108,7 +108,7 @@ def take(store: Checkpoints, learner: Learner, step: int) -> None:
     """A checkpoint of the learner's state."""
     learner.capture(step)
     part = store.begin(step)
-    store.commit(part, replace(cut(step), files={LEDGER: 0}), "{}", learner.state.write(str(part)))
+    store.commit(part, replace(cut(step), files={LEDGER: 0}), "{}", learner.write(str(part)))
 
 
 def launched(monkeypatch: Any, build: Callable[[RunConfig], Learner] | None = None) -> None:

@@ -73,7 +73,7 @@ def ranks(config: RunConfig, folder: Path) -> dict[str, list[Recomputed]]:
         start = folder / "start"
         start.mkdir()
         learner.capture(0)
-        learner.state.write(str(start))
+        learner.write(str(start))
         for step in STEPS:
             trained_by_fetching(learner, rank_group, scored, step)
         learner.compared("flush_records")

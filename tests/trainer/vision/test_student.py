@@ -80,7 +80,7 @@ def test_a_resumed_student_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     one, two = resumed("qwen3_vl"), resumed("qwen3_vl")
     one.train_batch(first.samples, first.encoded)
     one.capture(version=1)
-    one.state.write(str(tmp_path))
+    one.write(str(tmp_path))
     assert two.restore(str(tmp_path))[1] == 1
     for learner in (one, two):
         learner.train_batch(again.samples, again.encoded)

@@ -58,7 +58,7 @@ from async_opd.tools.qualify.measurements.students import (
     student,
 )
 from trainer.batches.micro_batches import MicroBatch
-from trainer.layers import compile_layers, recompute_activations
+from trainer.layers import recompute_activations
 from trainer.rank import Rank
 from trainer.student.adapters import add_adapters
 from trainer.student.attention_choice import Attention, platform_of
@@ -146,10 +146,7 @@ def built(cell: Cell, device: torch.device) -> Rank:
         recompute_activations(model, cell.recompute)
     if cell.compile and "recompile_limit" not in inspect.signature(torch.compile).parameters:
         raise Skip("this torch's compile has no recompile_limit")
-    layers = compile_layers(model) if cell.compile else None
-    rank = rank_of(model, device, train=settings)
-    rank.student.layers = layers
-    return rank
+    return rank_of(model, device, train=replace(settings, compile=cell.compile))
 
 
 def planned(cell: Cell, rank: Rank) -> float:
