@@ -15,13 +15,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from async_opd.config.registry import TRANSPORTS as BUILT_IN
+from async_opd.config.run_config import RunConfig
+from async_opd.config.user_code import ENVIRONMENTS, LOSSES, TRANSPORTS
 from async_opd.core.distributions import installed
 from async_opd.core.errors import Problem, StageError
 from async_opd.files.foreign import foreign
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
+from async_opd.grading.graders import is_function
 from async_opd.processes.listening import interface_address, interface_of
 from async_opd.waiting.own_loop import run_to_end
 
@@ -80,6 +84,25 @@ class Probe:
     """Further code of users that processes on nodes import: name and group, by config key."""
     bound_s: float = 60
     """Seconds for each import of ``code``."""
+
+    def with_code(self, config: RunConfig) -> Probe:
+        """With the code of users that processes on nodes import: of replicas, of ranks, of both.
+
+        The driver alone has sources, loggers and the graders of evaluations.
+        """
+        bound_s, grader = config.timeouts.engine_start_s / 2, None
+        if config.reward is not None and is_function(config.reward.grader):
+            grader = replace(GraderSpec.of(config, config.reward.grader), start_s=bound_s)
+        code, environment = dict[str, tuple[str, str]](), config.environment
+        named = [] if environment is None else [environment.factory, *environment.tools]
+        for name in filter(None, named):
+            if not name.rpartition(":")[0].endswith(".py"):  # a file lies beside the config
+                code[f"environment {name}"] = (name, ENVIRONMENTS)
+        if config.loss.kind == "user":
+            code["loss.function"] = (config.loss.function, LOSSES)
+        if config.sync.backend not in ("auto", *BUILT_IN):
+            code["sync.backend"] = (config.sync.backend, TRANSPORTS)
+        return replace(self, grader=grader, code=code, bound_s=bound_s)
 
 
 @dataclass(frozen=True)

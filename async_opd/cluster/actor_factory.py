@@ -1,4 +1,4 @@
-"""Starts the Ray actors of a run, of each kind, and ends all of them.
+"""Starts the Ray actors of a run and its engines, and ends all of them.
 
 One actor is one process. A colocated engine runs on the GPUs of another actor, its host.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,27 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.checks.gpu_memory import beside
-from async_opd.checks.gpu_plan import RANKS
 from async_opd.checks.resources import Pool, guests_of, hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name
 from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.network import shared_environment
-from async_opd.cluster.payloads.stores import NodeStores
-from async_opd.cluster.placement.gpu_bundles import GpuBundles, PoolPlaces
-from async_opd.cluster.placement.node_checks import ComparedNodes
+from async_opd.cluster.placement.gpu_bundles import GpuBundles
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.remote import START_KEY, Remote, when_free
-from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import Displaced, EngineStartError
-from async_opd.core.stages import Queue
 from async_opd.media.cache import FromQueue, MediaCache
-from async_opd.memory.pools import EVAL
-from async_opd.models.engine_args import Device, engine_env, trainer_env
+from async_opd.models.engine_args import Device, engine_env
 from async_opd.models.model_files import is_vision_model
-from async_opd.processes.own_settings import KEEPS
 from async_opd.sharing.gpu_turns import Barriers
 from async_opd.waiting.deadline import Bound, gather_or_cancel
 from async_opd.waiting.waits import Waits
@@ -77,7 +70,7 @@ class ActorFactory:
     factories: Factories
     notify: Callable[[str], None]
     bundles: GpuBundles = field(default_factory=GpuBundles)
-    nodes: ComparedNodes | None = None
+    compare_node: Callable[[str], Awaitable[None]] | None = None
     waits: Waits = field(default_factory=lambda: Waits(discard))
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
@@ -94,35 +87,13 @@ class ActorFactory:
         self.run_dir = str(Path(self.config.run_dir or ".").absolute())  # for other processes
         self._known_beside: dict[str, int] = {}  # by pool
 
-    async def queue(self) -> QueueActor:
-        """The message queue. Calls to it wait until it is built: see ``build``."""
-        config, stores = self.config, None
-        if self.stored_from is not None:
-            bounds = (config.queue.lease_s, config.timeouts.engine_start_s)
-            stores = NodeStores(run_name(config), self.env, *bounds, config.timeouts.request_s)
-        remote = await self.create(actor_names.QUEUE, restarts=True)
-        queue = QueueActor(remote, config, stores)
-        self.images = QueueProxy(queue.remote)
-        return queue
-
-    async def build(self, actor: QueueActor | ScorerActor) -> None:
-        """Builds the object in an actor's process."""
-        with self._waiting(actor.remote.name):
-            await actor.build()
-
-    def pool_of(self, index: int) -> tuple[str, int]:
-        """The pool of one of the student's replicas, and its index there: see ``student``."""
-        rollouts = self.config.rollout.max_replicas
-        return ("rollout", index) if index < rollouts else (EVAL, index - rollouts)
-
     async def student(self, index: int, queue: QueueProxy, incarnation: int = 0) -> StudentProxy:
         """One replica of the student; ``incarnation`` counts its restarts.
 
         Those that only evaluate have the indices after those of the rollout replicas.
         """
-        config, (pool, at) = self.config, self.pool_of(index)
-        evaluates = pool == EVAL
-        actor = actor_names.evaluator(at) if evaluates else actor_names.student(at)
+        config, (pool, at) = self.config, actor_names.pool_of_student(self.config, index)
+        actor, evaluates = actor_names.in_pool(pool, at), pool != "rollout"
         given = (config, self.device, self.eos_ids, actor.name)
         spec = StudentEngineSpec.of(*given, index, incarnation, self._beside(pool), evaluates)
         media = image_caches(config, config.student.model, queue)
@@ -202,7 +173,7 @@ class ActorFactory:
             self.notify,
         )
 
-    async def _build_after_guests(
+    async def build_after_guests(
         self,
         host: str,
         indices: Iterable[int],
@@ -264,30 +235,9 @@ class ActorFactory:
             raise EngineStartError(guest.remote.name, cause, remedy) from error
         self.colocated.setdefault(pool, {})[index] = guest
 
-    async def trainer(self, queue: QueueProxy | None) -> TrainerActor:
-        """The trainer: its ranks, each after the engines on its GPU; no queue: there are none."""
-        first, *others = ranks = [
-            await self.create(
-                actor_names.trainer(rank),
-                env={**trainer_env(self.device, self.config.train.threads), KEEPS: "1"},
-                gpus=int(self.device == "cuda"),
-                bundle=("train", rank),
-                restarts=True,
-            )
-            for rank in range(self.config.train.ranks)
-        ]
-        factory = self.factories.trainer
-        config = self.config.model_copy(update={"run_dir": self.run_dir})
-        args = (config, self.device, queue, *factory.extra)
-        trainer = TrainerActor(first, config, self.device, factory.path, args, tuple(others))
-        hosts = range(0 if queue is None else len(ranks))
-        with self._waiting(first.name):
-            await self._build_after_guests("train", hosts, trainer.build, queue)
-        return trainer
-
-    async def scorer(self, remote: Remote, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
-        """The scoring stage, in a process that waits for it."""
-        actor_factory = replace(
+    def anew(self) -> ActorFactory:
+        """The same for another process, which has started nothing yet and has no log."""
+        return replace(
             self,
             notify=discard,
             waits=Waits(discard),
@@ -297,11 +247,6 @@ class ActorFactory:
             colocated={},
             barriers=Barriers(),
         )
-        rebuild = _RebuildTeacher(actor_factory)
-        scorer = ScorerActor(remote, self.config, teachers, queue, rebuild, self.device)
-        await self.build(scorer)
-        self.stages.append(scorer.remote)
-        return scorer
 
     async def displaced(self) -> Displaced | None:
         """The error of the first process that lost its machine, if one did."""
@@ -361,11 +306,11 @@ class ActorFactory:
             remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
             try:
                 build = partial(remote.build, factory, args, timeouts.engine_start_s)
-                with self._waiting(actor.name):
+                with self.waiting(actor.name):
                     if guest:
                         await build()
                     else:
-                        await self._build_after_guests(bundle[0], [bundle[1]], build)
+                        await self.build_after_guests(bundle[0], [bundle[1]], build)
             except BaseException:
                 self.drop(remote)
                 raise
@@ -377,7 +322,8 @@ class ActorFactory:
             return await self.bundles.while_placed(actor.name, units, started())
         return await started()
 
-    def _waiting(self, name: str) -> AbstractContextManager[None]:
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Around the build of an object: the waits name its process."""
         return self.waits.on(f"{name} to start", self.config.timeouts.engine_start_s)
 
     async def create(
@@ -394,7 +340,7 @@ class ActorFactory:
 
         Without one it is a singleton, and on the node of the trainer, where samples end.
         """
-        strategy = await self.bundles.strategy(actor.name, *(bundle or (RANKS, 0)))
+        strategy = await self.bundles.strategy(actor.name, *(bundle or ()))
         create = partial(
             Remote.create,
             actor.name,
@@ -410,39 +356,12 @@ class ActorFactory:
         bound = self.config.timeouts.engine_start_s
         with self.waits.on(f"{actor.name} to be free as a name in Ray", bound):
             remote = await when_free(create, actor.name, bound)
-        remote.compare_node = self.nodes.compare if self.nodes else None
+        remote.compare_node = self.compare_node
         self.started.append(remote)
         return remote
 
 
-@dataclass
-class _RebuildTeacher:
-    """Rebuilds teachers' replicas in the scoring stage's process, which owns them."""
-
-    actor_factory: ActorFactory
-
-    async def __call__(self, teacher: str, index: int, old: TeacherProxy | None) -> TeacherProxy:
-        """See teachers.replica_slots.RebuildTeacher."""
-        if old is not None:
-            old.kill()
-        replica = await self.actor_factory.teacher(teacher, index)
-        assert isinstance(replica, TeacherProxy)  # servers are probed, not rebuilt
-        return replica
-
-    async def displaced(self, old: TeacherProxy) -> Displaced | None:
-        """See teachers.replica_slots.RebuildTeacher."""
-        return await old.displaced()
-
-    def places(self, teacher: str) -> PoolPlaces | None:
-        """See teachers.replica_slots.RebuildTeacher."""
-        return self.actor_factory.bundles.places(self.actor_factory.config, f"teachers.{teacher}")
-
-    async def close(self) -> None:
-        """See teachers.replica_slots.RebuildTeacher."""
-        await self.actor_factory.close()
-
-
-def image_caches(config: RunConfig, model: str, queue: Queue | None) -> tuple[MediaCache, ...]:
+def image_caches(config: RunConfig, model: str, queue: QueueProxy | None) -> tuple[MediaCache, ...]:
     """The cache of a model's replica, its last argument; none if the model takes no images.
 
     Without a queue there is none: the replica's requests then have no images.

@@ -64,6 +64,15 @@ def in_pool(pool: str, index: int) -> ActorName:
     return made(index) if made else teacher(pool.removeprefix("teachers."), index)
 
 
+def pool_of_student(config: RunConfig, index: int) -> tuple[str, int]:
+    """The pool of one of the student's replicas, and its index there.
+
+    Those that only evaluate have the indices after those of the rollout replicas.
+    """
+    rollouts = config.rollout.max_replicas
+    return ("rollout", index) if index < rollouts else (EVAL, index - rollouts)
+
+
 def run_name(config: RunConfig) -> str:
     """The name of the run's directory, or ``config.name`` without one."""
     return Path(config.run_dir or "").name or config.name

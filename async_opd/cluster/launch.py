@@ -20,12 +20,9 @@ from collections.abc import (
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from async_opd.checkpoint.checkpointer import state_s
-from async_opd.checkpoint.store import Checkpoints
-from async_opd.checks.gpu_plan import RANKS
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
 from async_opd.cluster.launch_parts import ray_processes
@@ -41,7 +38,7 @@ from async_opd.cluster.proxies import (
 )
 from async_opd.cluster.remote import Remote
 from async_opd.cluster.rollouter_replicas import RollouterActor
-from async_opd.cluster.singleton_actors import QueueActor
+from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, TrainerActor
 from async_opd.cluster.supervision import SingletonActors
 from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
@@ -51,8 +48,6 @@ from async_opd.models.engine_args import Device
 from async_opd.queue.sizes import stored_from
 from async_opd.waiting.deadline import Deadline, race
 from async_opd.waiting.waits import Waits
-from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
-from teachers.replica_slots import TeacherWeights
 
 Engine = TypeVar("Engine")
 
@@ -154,15 +149,14 @@ async def launch(
     Raises EngineStartError with the name of the first actor that did not start.
     """
     given = (device, eos_ids, factories or Factories(), notify)
-    async with ray_processes(config, *given, waits=waits) as (actor_factory, reaper):
+    async with ray_processes(config, *given, waits=waits) as (actor_factory, track):
         hosts = {str(teacher.host) for teacher in config.teachers.values() if teacher.host}
         reserved = (actor_factory.bundles, hosts, notify, actor_factory.waits, gpu_nodes, names)
-        compare = actor_factory.nodes.compare if actor_factory.nodes else any_node
+        compare = actor_factory.compare_node or any_node
         watch = ClusterWatch(notify, Placement(*reserved, compare))
         with actor_factory.waits.on(STAGES, config.timeouts.engine_start_s, " a process"):
             stages = await race(watch.run(), _started(actor_factory, watch))
-        if reaper is not None:
-            reaper.track_descendants()
+        track()
         gc.collect()  # garbage that is frozen is never freed
         gc.freeze()  # a later collection of all that imports left would stop the event loop
         try:
@@ -176,7 +170,8 @@ async def _built_last(actor_factory: ActorFactory, queue: QueueActor) -> tuple[R
 
     Ray starts a few processes at a time: those of the engines are asked for before the queue is up.
     """
-    await actor_factory.build(queue)
+    with actor_factory.waiting(queue.remote.name):
+        await queue.build()
     scorer = await actor_factory.create(actor_names.SCORER, restarts=True)
     return scorer, await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
 
@@ -190,7 +185,7 @@ async def _started(actor_factory: ActorFactory, watch: ClusterWatch) -> Launched
     bound_s = config.timeouts.engine_start_s + config.cluster.wait_s
     for _ in range(config.supervision.max_restarts):
         try:
-            return await _while_ranks_are_placed(actor_factory, watch)
+            return await bundles.while_ranks_are_placed(_build(actor_factory, watch))
         except StageError as error:
             lost = error if isinstance(error, Displaced) else await actor_factory.displaced()
             if lost is None:
@@ -204,19 +199,7 @@ async def _started(actor_factory: ActorFactory, watch: ClusterWatch) -> Launched
         remedy = "join machines, or raise cluster.wait_s if they come later"
         with waits.on("GPUs", bound_s):
             await Deadline("cluster").within(bound_s, what, bundles.placed(), remedy)
-    return await _while_ranks_are_placed(actor_factory, watch)
-
-
-async def _while_ranks_are_placed(
-    actor_factory: ActorFactory, watch: ClusterWatch
-) -> LaunchedStages:
-    """All stages. Displaced once a rank of the trainer has no place.
-
-    The processes beside it, and those that join its sync group, would wait for its next one.
-    """
-    bundles = actor_factory.bundles
-    ranks = bundles.units_with(RANKS)
-    return await bundles.while_placed("trainer", ranks, _build(actor_factory, watch))
+    return await bundles.while_ranks_are_placed(_build(actor_factory, watch))
 
 
 async def _if_placed(
@@ -239,18 +222,17 @@ async def _if_placed(
 async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedStages:
     config = actor_factory.config
     actor_factory.stored_from = await asyncio.to_thread(stored_from, config, actor_factory.device)
-    queue_actor = await actor_factory.queue()
+    queue_actor = await QueueActor.start(actor_factory)
     queue = QueueProxy(queue_actor.remote)
     if_placed = partial(_if_placed, actor_factory)
+    pool_of = partial(actor_names.pool_of_student, config)
     try:
         async with asyncio.TaskGroup() as group:
             last = group.create_task(_built_last(actor_factory, queue_actor))
             most = config.rollout.max_replicas
             hosted = 0 if config.rollout.host is None else most
             student_tasks = [
-                group.create_task(
-                    if_placed(actor_factory.pool_of(index)[0], actor_factory.student(index, queue))
-                )
+                group.create_task(if_placed(pool_of(index)[0], actor_factory.student(index, queue)))
                 for index in range(hosted, most + config.eval.max_replicas)
             ]
             teacher_tasks = {
@@ -263,7 +245,7 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
                 for name, teacher in config.teachers.items()
                 if teacher.host is None
             }
-            trainer_task = group.create_task(actor_factory.trainer(queue))
+            trainer_task = group.create_task(TrainerActor.start(actor_factory, queue))
     except ExceptionGroup as errors:
         raise first_cause(errors) from errors
     students: list[StudentProxy | None] = [task.result() for task in student_tasks]
@@ -279,12 +261,12 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote, await asyncio.to_thread(state_s, config))
     of_scorer, of_rollouter = last.result()
-    scoring = await actor_factory.scorer(of_scorer, teachers, queue)
+    scoring = await ScorerActor.start(actor_factory, of_scorer, teachers, queue)
     scorer = ScorerProxy(scoring.remote)
     rollouts = await RollouterActor.start(
         actor_factory, of_rollouter, students, queue, trainer, scorer
     )
-    rollouts.refresh = _refresh(actor_factory, trainer, scorer, scoring.weights)
+    rollouts.refresh_teachers(scoring.weights)
     stages = (queue_actor, scoring, rollouts, training)
     return LaunchedStages(
         queue,
@@ -295,33 +277,3 @@ async def _build(actor_factory: ActorFactory, watch: ClusterWatch) -> LaunchedSt
         SingletonActors(config, actor_factory.notify, *stages, actor_factory.waits),
         watch,
     )
-
-
-def _refresh(
-    actor_factory: ActorFactory,
-    trainer: TrainerProxy,
-    scorer: ScorerProxy,
-    newest: dict[str, TeacherWeights],
-) -> TeacherRefresh | None:
-    """Refreshes teachers that are the student itself; None without such teachers.
-
-    ``newest`` gets the weights of each, for a scoring stage that is restarted.
-    """
-    config = actor_factory.config
-    if not (every := config.refreshes):
-        return None
-
-    async def load(teacher: str, version: int, directory: str) -> None:
-        newest[teacher] = weights = TeacherWeights(
-            version, directory, config.timeouts.engine_start_s
-        )
-        await scorer.load(teacher, weights)
-
-    run_dir = Path(config.run_dir or ".").absolute()
-    store = Checkpoints.of(config, run_dir, ())
-    copies = WeightCopies(
-        run_dir / "teachers",
-        Path(config.student.model),
-        lambda: [config.version_after(step) for step in store.begun()],
-    )
-    return TeacherRefresh(every, trainer.save, load, copies, actor_factory.notify)

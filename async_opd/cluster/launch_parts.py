@@ -12,11 +12,11 @@ from typing import Any
 
 from async_opd.accounting.images import kept
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
-from async_opd.cluster.placement.gpu_bundles import GpuBundles
-from async_opd.cluster.placement.node_checks import ComparedNodes, check_nodes
+from async_opd.cluster.placement.node_checks import check_nodes
 from async_opd.cluster.placement.reserving import cpu_places, reserve
 from async_opd.cluster.proxies import QueueProxy, ReplayerProxy, TeacherProxy
 from async_opd.cluster.session import joining, ray_session
+from async_opd.cluster.singleton_actors import QueueActor, TrainerActor
 from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
@@ -25,7 +25,6 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
-from async_opd.processes.reaper import ProcessReaper
 from async_opd.queue.sizes import EpisodeBounds
 from async_opd.waiting.deadline import gather_or_cancel, race
 from async_opd.waiting.waits import Waits
@@ -42,20 +41,21 @@ async def ray_processes(
     notify: Callable[[str], None],
     only: Collection[str] | None = None,
     waits: Waits | None = None,
-) -> AsyncIterator[tuple[ActorFactory, ProcessReaper | None]]:
-    """Starts Ray and reserves GPUs, of ``only`` some pools; at the end ends all processes."""
+) -> AsyncIterator[tuple[ActorFactory, Callable[[], object]]]:
+    """Starts Ray and reserves GPUs, of ``only`` some pools; at the end ends all processes.
+
+    Yields the factory, and a call that tracks those of a local cluster, once all are started.
+    """
     waits = waits or Waits(notify)
     if (address := config.cluster.joins) != config.cluster.address:
         config = joining(config)
         notify("cluster: a local one" if address is None else f"cluster: joining {address}")
     async with ray_session(config, notify, waits) as reaper:
-        preparing = _prepared(config, device, notify, waits, only)
-        nodes, bundles = await race(ClusterWatch(notify).run(), preparing)
-        given = (config, device, eos_ids, factories, notify, bundles, nodes, waits)
-        actor_factory = ActorFactory(*given)
+        actor_factory = ActorFactory(config, device, eos_ids, factories, notify, waits=waits)
+        await race(ClusterWatch(notify).run(), _prepare(actor_factory, only))
         lost = False
         try:
-            yield actor_factory, reaper
+            yield actor_factory, int if reaper is None else reaper.track_descendants
         except HeadLost:  # Ray ends all processes, and this one soon: its record comes first
             lost = True
             raise
@@ -65,24 +65,20 @@ async def ray_processes(
                     await actor_factory.close()
 
 
-async def _prepared(
-    config: RunConfig,
-    device: Device,
-    notify: Callable[[str], None],
-    waits: Waits,
-    only: Collection[str] | None,
-) -> tuple[ComparedNodes | None, GpuBundles]:
+async def _prepare(actor_factory: ActorFactory, only: Collection[str] | None) -> None:
     """Compares the nodes of the cluster, and reserves the GPUs, or places on CPUs."""
+    config, device, waits = actor_factory.config, actor_factory.device, actor_factory.waits
     bound = config.timeouts.engine_start_s
     with waits.on("reports of the nodes", bound):
-        nodes = await check_nodes(config, device)
+        compared = await check_nodes(config, device)
+    if compared is not None:
+        actor_factory.compare_node = compared.compare
     if device == "cuda" and (only is None or only):
         with waits.on("GPUs", bound + config.cluster.wait_s):
-            return nodes, await reserve(config, notify, only or ())
-    if device == "cpu" and nodes is not None:  # a local run has one node
+            actor_factory.bundles = await reserve(config, actor_factory.notify, only or ())
+    elif device == "cpu" and compared is not None:  # a local run has one node
         with waits.on("places for its processes", bound):
-            return nodes, await cpu_places(config)
-    return nodes, GpuBundles()
+            actor_factory.bundles = await cpu_places(config)
 
 
 @asynccontextmanager
@@ -99,14 +95,13 @@ async def launch_evaluators(
     The stage is in this process; it has to be run. Raises EngineStartError as ``launch`` does.
     """
     given = (device, eos_ids, factories or Factories(), notify)
-    async with ray_processes(config, *given, only={EVAL}) as (actor_factory, reaper):
+    async with ray_processes(config, *given, only={EVAL}) as (actor_factory, track):
         queue = await _image_queue(actor_factory)
         first = config.rollout.max_replicas
         indices = range(first, first + config.eval.min_replicas)
         students = await gather_or_cancel(*(actor_factory.student(i, queue) for i in indices))
         await gather_or_cancel(*(student.ready() for student in students))
-        if reaper is not None:
-            reaper.track_descendants()
+        track()
         named = {student.name: student for student in students}
         episodes = EpisodeBounds.of(config)
         yield _Evaluators(named, queue, None, config.supervision, pool=EVAL, episodes=episodes)
@@ -137,10 +132,9 @@ async def launch_replayer(
     """
     made = Factories(trainer=Factory("async_opd.cluster.trainer_actor:build_replayer"))
     given = (device, (), made, notify)
-    async with ray_processes(config, *given, only={"train"}) as (actor_factory, reaper):
-        replayer = await actor_factory.trainer(None)
-        if reaper is not None:
-            reaper.track_descendants()
+    async with ray_processes(config, *given, only={"train"}) as (actor_factory, track):
+        replayer = await TrainerActor.start(actor_factory, None)
+        track()
         yield ReplayerProxy(replayer.remote)
 
 
@@ -162,7 +156,7 @@ async def launch_teacher(
     is_server = isinstance(config.teachers[name], EndpointTeacher)
     only = set() if is_server else {f"teachers.{name}"}
     given = (device, eos_ids, Factories(), notify)
-    async with ray_processes(config, *given, only=only) as (actor_factory, reaper):
+    async with ray_processes(config, *given, only=only) as (actor_factory, track):
         replicas: list[TeacherProxy | EndpointReplica] = []
         seen = [prompt for prompt in prompts if prompt.media]
         try:
@@ -174,8 +168,7 @@ async def launch_teacher(
                 starting = (actor_factory.teacher(name, index) for index in indices)
                 replicas += await gather_or_cancel(*starting)
                 await gather_or_cancel(*(replica.ready() for replica in replicas))
-                if reaper is not None:
-                    reaper.track_descendants()
+                track()
                 yield replicas
         finally:
             for replica in replicas:
@@ -184,6 +177,7 @@ async def launch_teacher(
 
 
 async def _image_queue(actor_factory: ActorFactory) -> QueueProxy:
-    queue = await actor_factory.queue()
-    await actor_factory.build(queue)
+    queue = await QueueActor.start(actor_factory)
+    with actor_factory.waiting(queue.remote.name):
+        await queue.build()
     return QueueProxy(queue.remote)

@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.cluster.actor_factory import ActorFactory
 from async_opd.cluster.proxies import (
     QueueProxy,
     RollouterProxy,
@@ -26,11 +28,9 @@ from async_opd.core.errors import StageError
 from async_opd.core.reports import SyncReport
 from async_opd.waiting.deadline import Bound, Deadline, gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot
-from async_opd.weight_sync.teacher_refresh import TeacherRefresh
+from async_opd.weight_sync.teacher_refresh import TeacherRefresh, WeightCopies
 from rollouter.orders import Order
-
-if TYPE_CHECKING:
-    from async_opd.cluster.actor_factory import ActorFactory
+from teachers.replica_slots import TeacherWeights
 
 FACTORY = "async_opd.cluster.rollouter_actor:build_rollouter"
 
@@ -190,6 +190,31 @@ class RollouterActor(SingletonActor):
             replica.student.kill()
 
     # ── weights ────────────────────────────────────────────────────────────────────────────────
+
+    def refresh_teachers(self, newest: dict[str, TeacherWeights]) -> None:
+        """From now on refreshes teachers that are the student itself, if there are any.
+
+        ``newest`` gets the weights of each, for a scoring stage that is restarted.
+        """
+        config = self.actor_factory.config
+        if not (every := config.refreshes):
+            return
+
+        async def load(teacher: str, version: int, directory: str) -> None:
+            newest[teacher] = weights = TeacherWeights(
+                version, directory, config.timeouts.engine_start_s
+            )
+            await self.scorer.load(teacher, weights)
+
+        run_dir = Path(config.run_dir or ".").absolute()
+        store = Checkpoints.of(config, run_dir, ())
+        copies = WeightCopies(
+            run_dir / "teachers",
+            Path(config.student.model),
+            lambda: [config.version_after(step) for step in store.begun()],
+        )
+        notify = self.actor_factory.notify
+        self.refresh = TeacherRefresh(every, self.trainer.save, load, copies, notify)
 
     async def snapshot(self, version: int, again: bool = False) -> None:
         """See WeightSync. ``newest`` is None meanwhile: the trainer may have either snapshot."""

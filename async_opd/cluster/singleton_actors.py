@@ -16,14 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from async_opd.cluster import actor_names
+from async_opd.cluster.actor_factory import ActorFactory
+from async_opd.cluster.actor_names import run_name
 from async_opd.cluster.payloads.stores import NodeStores
+from async_opd.cluster.placement.gpu_bundles import PoolPlaces
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.cluster.remote import RETRY_S, Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import MESSAGE_BYTES
-from async_opd.core.errors import ProcessRestarts, StageError
+from async_opd.core.errors import Displaced, ProcessRestarts, StageError
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
-from async_opd.models.engine_args import Device
+from async_opd.models.engine_args import Device, trainer_env
+from async_opd.processes.own_settings import KEEPS
 from async_opd.queue.sizes import EpisodeBounds, call_tokens
 from async_opd.waiting.deadline import Bound, Deadline, gather_or_cancel
 from async_opd.weight_sync.rendezvous import new_secret
@@ -71,6 +76,18 @@ class QueueActor(SingletonActor):
     config: RunConfig
     stores: NodeStores | None = None
 
+    @classmethod
+    async def start(cls, actor_factory: ActorFactory) -> QueueActor:
+        """Starts its process. Calls to it wait until it is built: see ``build``."""
+        config, stores = actor_factory.config, None
+        if actor_factory.stored_from is not None:
+            bounds = (config.queue.lease_s, config.timeouts.engine_start_s)
+            given = (run_name(config), actor_factory.env)
+            stores = NodeStores(*given, *bounds, config.timeouts.request_s)
+        remote = await actor_factory.create(actor_names.QUEUE, restarts=True)
+        actor_factory.images = QueueProxy(remote)
+        return cls(remote, config, stores)
+
     async def build(self) -> None:
         """See SingletonActor."""
         config = self.config
@@ -95,6 +112,29 @@ class TrainerActor(SingletonActor):
     path: str
     args: tuple[Any, ...]
     others: tuple[Remote, ...] = ()
+
+    @classmethod
+    async def start(cls, actor_factory: ActorFactory, queue: QueueProxy | None) -> TrainerActor:
+        """Builds its ranks, each after the engines on its GPU; no queue: there are none."""
+        config, device = actor_factory.config, actor_factory.device
+        first, *others = ranks = [
+            await actor_factory.create(
+                actor_names.trainer(rank),
+                env={**trainer_env(device, config.train.threads), KEEPS: "1"},
+                gpus=int(device == "cuda"),
+                bundle=("train", rank),
+                restarts=True,
+            )
+            for rank in range(config.train.ranks)
+        ]
+        factory = actor_factory.factories.trainer
+        config = config.model_copy(update={"run_dir": actor_factory.run_dir})
+        args = (config, device, queue, *factory.extra)
+        trainer = cls(first, config, device, factory.path, args, tuple(others))
+        hosts = range(0 if queue is None else len(ranks))
+        with actor_factory.waiting(first.name):
+            await actor_factory.build_after_guests("train", hosts, trainer.build, queue)
+        return trainer
 
     @property
     def ranks(self) -> tuple[Remote, ...]:
@@ -152,6 +192,18 @@ class ScorerActor(SingletonActor):
     weights: dict[str, TeacherWeights] = field(default_factory=dict)
     """The newest weights of ``self`` teachers, for a rebuilt stage and its replicas."""
 
+    @classmethod
+    async def start(
+        cls, actor_factory: ActorFactory, remote: Remote, teachers: Teachers, queue: QueueProxy
+    ) -> ScorerActor:
+        """Builds the stage in ``remote``, a process that waits for it."""
+        config, rebuild = actor_factory.config, _RebuildTeacher(actor_factory.anew())
+        scorer = cls(remote, config, teachers, queue, rebuild, actor_factory.device)
+        with actor_factory.waiting(remote.name):
+            await scorer.build()
+        actor_factory.stages.append(remote)
+        return scorer
+
     async def build(self) -> None:
         """See SingletonActor."""
         self.incarnation += 1
@@ -187,6 +239,33 @@ class ScorerActor(SingletonActor):
         """Seconds after which the stage ends colocated teachers that do not go to sleep."""
         colocated = [t for t in self.config.teachers.values() if t.host is not None]
         return max((teacher.health.timeout_s for teacher in colocated), default=0.0)
+
+
+@dataclass
+class _RebuildTeacher:
+    """Rebuilds teachers' replicas in the scoring stage's process, which owns them."""
+
+    actor_factory: ActorFactory
+
+    async def __call__(self, teacher: str, index: int, old: TeacherProxy | None) -> TeacherProxy:
+        """See teachers.replica_slots.RebuildTeacher."""
+        if old is not None:
+            old.kill()
+        replica = await self.actor_factory.teacher(teacher, index)
+        assert isinstance(replica, TeacherProxy)  # servers are probed, not rebuilt
+        return replica
+
+    async def displaced(self, old: TeacherProxy) -> Displaced | None:
+        """See teachers.replica_slots.RebuildTeacher."""
+        return await old.displaced()
+
+    def places(self, teacher: str) -> PoolPlaces | None:
+        """See teachers.replica_slots.RebuildTeacher."""
+        return self.actor_factory.bundles.places(self.actor_factory.config, f"teachers.{teacher}")
+
+    async def close(self) -> None:
+        """See teachers.replica_slots.RebuildTeacher."""
+        await self.actor_factory.close()
 
 
 async def end_built(remote: Remote, bound: float) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.gpu_plan import Bundle, Unit, units
+from async_opd.checks.gpu_plan import RANKS, Bundle, Unit, units
 from async_opd.checks.resources import pools
-from async_opd.cluster.actor_factory import ActorFactory, Factories, _RebuildTeacher
+from async_opd.cluster.actor_factory import ActorFactory, Factories
 from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement
 from async_opd.cluster.launch import _build, _started
@@ -20,6 +20,12 @@ from async_opd.cluster.placement import gpu_bundles
 from async_opd.cluster.placement.gpu_bundles import GpuBundles
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.cluster.remote import Remote
+from async_opd.cluster.singleton_actors import (
+    QueueActor,
+    ScorerActor,
+    TrainerActor,
+    _RebuildTeacher,
+)
 from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import HealthConfig
@@ -87,7 +93,7 @@ async def test_an_engine_knows_how_long_its_start_may_take_and_a_rank_keeps_its_
     with pytest.raises(ProcessMadeError):
         await actor_factory._start(student(0), "m:f", (), gpus=1, bundle=("rollout", 0))
     with pytest.raises(ProcessMadeError):
-        await actor_factory.trainer(None)
+        await TrainerActor.start(actor_factory, None)
     assert made[0]["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
     assert [KEEPS in env for env in made] == [False, True]
 
@@ -179,7 +185,7 @@ async def test_the_trainers_ranks_are_built_when_the_engines_on_their_gpus_sleep
     monkeypatch.setattr(made, "teacher", start_teacher)
     monkeypatch.setattr("async_opd.cluster.singleton_actors.TrainerActor.build", build)
     queue: Any = "queue"
-    await asyncio.wait_for(made.trainer(queue), 5)
+    await asyncio.wait_for(TrainerActor.start(made, queue), 5)
     assert sorted(events[:2]) == ["student/0 sleeps", "student/1 sleeps"]
     assert events[2:] == (["teacher t/0 sleeps"] if teacher else []) + ["trainer"]
     assert made.colocated["rollout"].keys() == {0, 1}
@@ -233,7 +239,7 @@ class Together:
         async def build() -> None:
             self.events.append(f"host {index}")
 
-        await self.factory._build_after_guests("rollout", [index], build)
+        await self.factory.build_after_guests("rollout", [index], build)
 
     async def launch(self, *hosts: int) -> None:
         works = (self.host(index) for index in hosts)
@@ -292,6 +298,10 @@ async def test_a_teacher_that_does_not_start_is_the_error_of_all_of_its_hosts(
     assert [str(work.exception()) for work in works] == ["teacher t/0: no memory"] * 2
 
 
+async def started_queue(factory: ActorFactory) -> Any:
+    return FakeProcess("queue")
+
+
 async def test_guests_are_in_the_order_of_their_indices_whichever_sleeps_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,14 +317,20 @@ async def test_guests_are_in_the_order_of_their_indices_whichever_sleeps_first(
     async def student(index: int, queue: Any) -> None:
         made.colocated["teachers.t"] = {1: "t/1", 0: "t/0"}  # type: ignore[dict-item]
 
-    async def scorer(remote: Any, teachers: dict[str, list[Any]], queue: Any) -> Any:
+    async def scorer(
+        factory: ActorFactory, remote: Any, teachers: dict[str, list[Any]], queue: Any
+    ) -> Any:
         seen.append(teachers["t"])
         raise ProcessMadeError
 
-    for name, fake in (("student", student), ("scorer", scorer)):
-        monkeypatch.setattr(made, name, fake)
-    for name in ("queue", "build", "create", "trainer"):
-        monkeypatch.setattr(made, name, actor)
+    monkeypatch.setattr(made, "student", student)
+    monkeypatch.setattr(made, "create", actor)
+    for started, fake in (
+        (QueueActor, started_queue),
+        (TrainerActor, actor),
+        (ScorerActor, scorer),
+    ):
+        monkeypatch.setattr(started, "start", fake)
     with pytest.raises(ProcessMadeError):
         await _build(made, ClusterWatch(print))
     assert seen == [["t/0", "t/1"]]
@@ -327,7 +343,7 @@ class OneUnit(GpuBundles):
     units: tuple[Unit, ...] = (Unit((Bundle("rollout", 0, 1),)),)
     there: list[bool] = field(default_factory=list)
 
-    async def strategy(self, name: str, pool: str, index: int) -> None:
+    async def strategy(self, name: str, pool: str = RANKS, index: int = 0) -> None:
         if not self.there:
             await asyncio.Event().wait()
 
@@ -399,9 +415,9 @@ class Starting:
         given = config(5, supervision={"max_restarts": 2})
         self.factory = ActorFactory(given, "cuda", (), Factories(), self.lines.append)
         self.lost = lost
-        monkeypatch.setattr(self.factory, "queue", self.queue)
+        monkeypatch.setattr(QueueActor, "start", self.queue)
 
-    async def queue(self) -> Any:
+    async def queue(self, factory: ActorFactory) -> Any:
         number = self.tries
         self.tries += 1
         process: Any = FakeProcess(f"queue/{number}")
@@ -444,14 +460,14 @@ async def test_a_start_begins_again_once_the_trainer_has_no_place(
     made.factory.bundles = bundles
     hung: list[bool] = []
 
-    async def queue() -> Any:
+    async def queue(factory: ActorFactory) -> Any:
         if hung:
             raise ProcessMadeError
         hung.append(True)
         bundles.there.clear()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(made.factory, "queue", queue)
+    monkeypatch.setattr(QueueActor, "start", queue)
     monkeypatch.setattr(gpu_bundles, "POLL_S", 0.001)
     with pytest.raises(ProcessMadeError):
         await made.ends()
@@ -510,7 +526,7 @@ async def test_a_start_that_fails_on_machines_that_live_does_not_begin_again(
 class Reserved(GpuBundles):
     """All units of a config, on GPUs that nothing asks for."""
 
-    async def strategy(self, name: str, pool: str, index: int) -> None:
+    async def strategy(self, name: str, pool: str = RANKS, index: int = 0) -> None:
         """Any place."""
 
 
@@ -536,8 +552,10 @@ async def test_an_engine_whose_machine_is_lost_is_started_later_unless_others_wa
         raise ProcessMadeError
 
     monkeypatch.setattr(made, "student", student)
-    for name in ("queue", "build", "create", "trainer", "teacher", "scorer"):
+    for name in ("create", "teacher"):
         monkeypatch.setattr(made, name, actor)
+    for started in (QueueActor, TrainerActor, ScorerActor):
+        monkeypatch.setattr(started, "start", started_queue if started is QueueActor else actor)
     monkeypatch.setattr("async_opd.cluster.launch.RollouterActor.start", start)
     with pytest.raises(Displaced if shares else ProcessMadeError):
         await _build(made, ClusterWatch(print))

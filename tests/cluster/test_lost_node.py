@@ -23,6 +23,7 @@ from async_opd.cluster.placement.nodes import gpu_nodes
 from async_opd.cluster.placement.reserving import reserve
 from async_opd.cluster.remote import Remote
 from async_opd.cluster.rollouter_replicas import RollouterActor
+from async_opd.cluster.singleton_actors import TrainerActor
 from async_opd.cluster.watching import ClusterWatch
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
@@ -164,7 +165,7 @@ async def test_a_student_and_a_teacher_move_with_the_rank_whose_gpu_they_share(
     factories = Factories(student=GUEST, teacher=GUEST, trainer=GUEST)
     made = ActorFactory(given, "cuda", (), factories, print, bundles)
     queue: Any = "queue"
-    trainer = await made.trainer(queue)
+    trainer = await TrainerActor.start(made, queue)
     guests = [made.colocated[pool][0] for pool in ("rollout", "teachers.t")]
     at = await trainer.remote.place(BOUND_S)
     places = bundles.places(given, "teachers.t")

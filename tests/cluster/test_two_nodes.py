@@ -31,6 +31,7 @@ from async_opd.cluster.placement.node_checks import check_nodes
 from async_opd.cluster.placement.nodes import gpu_nodes
 from async_opd.cluster.placement.reserving import cpu_places, reserve
 from async_opd.cluster.remote import Remote
+from async_opd.cluster.singleton_actors import TrainerActor
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, EngineStartError
 from async_opd.models.engine_args import Device
@@ -197,7 +198,7 @@ async def test_a_student_on_the_trainers_gpu_starts_first_and_gets_it_again(clus
     given["rollout"] |= {**colocated, "replicas": 1, "tensor_parallel": 1}
     given["train"] |= {"ranks": 1}
     async with actors(RunConfig.model_validate(given), student=ENGINE, trainer=ENGINE) as made:
-        trainer = await made.trainer(cast(Any, "queue"))
+        trainer = await TrainerActor.start(made, cast(Any, "queue"))
         at = await place(trainer.remote)
         student = made.colocated["rollout"][0]
         assert (await place(student.remote)).node == at.node

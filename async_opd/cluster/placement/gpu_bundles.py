@@ -28,12 +28,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from async_opd.checks.gpu_plan import Unit
+from async_opd.checks.gpu_plan import RANKS, Unit
 from async_opd.checks.resources import hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.placement.nodes import POLL_S, nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Displaced, StageError
+from async_opd.core.stages import TRAINER
 from async_opd.waiting.deadline import gather_or_cancel, race
 
 Started = TypeVar("Started")
@@ -54,10 +55,11 @@ class GpuBundles:
     run: str = ""
     units: tuple[Unit, ...] = ()
 
-    async def strategy(self, name: str, pool: str, index: int) -> Any:
+    async def strategy(self, name: str, pool: str = RANKS, index: int = 0) -> Any:
         """Where Ray is to start the process ``name``, of this pool or beside it; None: anywhere.
 
-        Displaced while the cluster has no room for it.
+        By default beside the trainer's first rank, where samples end. Displaced while the cluster
+        has no room for it.
         """
         for unit in self.units:
             for number, bundle in enumerate(unit.bundles):
@@ -99,6 +101,13 @@ class GpuBundles:
             if isinstance(error, Displaced) or await self._have_places(units):
                 raise
             raise _gone(name) from error
+
+    async def while_ranks_are_placed(self, start: Coroutine[Any, Any, Started]) -> Started:
+        """All that ``start`` starts. Displaced once a rank of the trainer has no place.
+
+        The processes beside it, and those that join its sync group, would wait for its next one.
+        """
+        return await self.while_placed(TRAINER, self.units_with(RANKS), start)
 
     async def _have_places(self, units: Collection[Unit]) -> bool:
         """Whether all of these units are on nodes; True while the head does not answer."""

@@ -28,14 +28,10 @@ from async_opd.cluster.placement.nodes import cluster_nodes
 from async_opd.cluster.placement.reserving import planned
 from async_opd.cluster.remote import START_KEY
 from async_opd.cluster.session import joining, ray_session
-from async_opd.config.registry import TRANSPORTS as BUILT_IN
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EngineTeacher
-from async_opd.config.user_code import ENVIRONMENTS, LOSSES, TRANSPORTS
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.files.safe_open import make_folder, regular_file
-from async_opd.grading.grader_pool import GraderSpec
-from async_opd.grading.graders import is_function
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import is_vision_model
 from async_opd.processes.own_settings import SAFE_PATH
@@ -171,27 +167,6 @@ def _folders(config: RunConfig) -> dict[str, str]:
     return found | ({} if config.run_dir is None else {config.run_dir: "run_dir"})
 
 
-def _code(config: RunConfig) -> dict[str, Any]:
-    """The code of users that processes on nodes import: of replicas, of ranks, of both.
-
-    The driver alone has sources, loggers and the graders of evaluations.
-    """
-    found: dict[str, Any] = {"bound_s": config.timeouts.engine_start_s / 2, "code": {}}
-    if config.reward is not None and is_function(config.reward.grader):
-        spec = GraderSpec.of(config, config.reward.grader)
-        found["grader"] = replace(spec, start_s=found["bound_s"])
-    environment = config.environment
-    named = [] if environment is None else [environment.factory, *environment.tools]
-    for name in filter(None, named):
-        if not name.rpartition(":")[0].endswith(".py"):  # a file lies beside the config
-            found["code"][f"environment {name}"] = (name, ENVIRONMENTS)
-    if config.loss.kind == "user":
-        found["code"]["loss.function"] = (config.loss.function, LOSSES)
-    if config.sync.backend not in ("auto", *BUILT_IN):
-        found["code"]["sync.backend"] = (config.sync.backend, TRANSPORTS)
-    return found
-
-
 @contextmanager
 def _probe(config: RunConfig, folders: dict[str, str], load: bool) -> Iterator[Probe]:
     """A file in the run directory, removed at the end. ``load``: with code to import."""
@@ -201,7 +176,7 @@ def _probe(config: RunConfig, folders: dict[str, str], load: bool) -> Iterator[P
     vision = any(map(is_vision_model, models))
     probe = Probe(run_dir, f".probe-{token}", token, models, interface, vision)
     if load:
-        probe = replace(probe, **_code(config))
+        probe = probe.with_code(config)
     if run_dir is None:
         yield probe
         return

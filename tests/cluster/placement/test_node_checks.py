@@ -103,7 +103,7 @@ async def test_every_process_of_a_run_compares_its_node(monkeypatch: pytest.Monk
     monkeypatch.setattr(Remote, "create", lambda name, **named: Remote(name, None, 5))
     joined = config(Path("r"))
     compared = ComparedNodes(joined, "cpu", NodeReport("the driver"))
-    factory = ActorFactory(joined, "cpu", (), Factories(), print, nodes=compared)
+    factory = ActorFactory(joined, "cpu", (), Factories(), print, compare_node=compared.compare)
     remote = await factory.create(actor_names.QUEUE)
     assert remote.compare_node == compared.compare
 
