@@ -10,36 +10,38 @@ Nothing of the run is kept: the pools have a directory that is removed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from async_opd.accounting.images import kept
 from async_opd.checks.models import quantization, unproved
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ForwardKLConfig, K1Config
-from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
+from async_opd.config.sections.teachers import EndpointTeacher, VllmTeacher
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import Problem, RolloutFault, StageError
+from async_opd.core.errors import Problem, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.sequence import Float32
-from async_opd.core.stages import SamplingSpec
-from async_opd.data.answers import supervised
-from async_opd.data.prompts import to_prompt
-from async_opd.data.teacher_prompts import teacher_readers
 from async_opd.files.safe_open import private_files
 from async_opd.models.model_files import ModelFiles, is_hub_id, is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import prepare
-from async_opd.tools.doctor.agreement import Agreement
-from async_opd.tools.doctor.bias import PrecisionBias, unknown_bias
+from async_opd.tools.doctor.distances import Agreement, PrecisionBias, unknown_bias
 from async_opd.tools.doctor.finding import Finding, Status
-from async_opd.tools.doctor.prompts import sampled
+from async_opd.tools.doctor.pools import (
+    DTYPES,
+    FRESHNESS,
+    TOPIC,
+    Measured,
+    measure,
+    measuring,
+    synced,
+)
+from async_opd.tools.doctor.prompts import sampled_prompts
 from async_opd.tools.engines import (
     ITSELF,
     Notify,
@@ -48,42 +50,12 @@ from async_opd.tools.engines import (
     with_one_teacher,
     with_whole_teacher,
 )
-from async_opd.waiting.deadline import Deadline, endless, gather_or_cancel, race
-from async_opd.weight_sync.layout import Kind, by_kind
+from async_opd.waiting.deadline import gather_or_cancel
+from async_opd.weight_sync.layout import by_kind
 
-if TYPE_CHECKING:
-    from async_opd.cluster.launch import LaunchedStages
-    from async_opd.weight_sync.layout import WeightMeta
-
-TOPIC = "engines"
-PROMPTS, RESPONSE_TOKENS, TOP_K = 32, 64, 64
-BOUND = "four times the rounding that the first weight sync measured"
-FRESHNESS: dict[Kind, tuple[str, str, str]] = {
-    "text": ("held rows", "sync/freshness_nats", "sync/freshness_limit_nats"),
-    "image": (
-        "the held row with an image",
-        "sync/freshness_image_nats",
-        "sync/freshness_image_limit_nats",
-    ),
-}
-"""Held rows of each kind, and the metrics of their distance and of its bound."""
+PROMPTS, TOP_K = 32, 64
 IMAGE_MASS = "; or tokens that stand for images have that mass: no rollout engine samples them"
 NO_TOKEN = "see why responses are empty: doctor's prompts"
-DTYPES = "give rollout.engine and teachers.*.engine the same dtype and head_dtype as the trainer"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The student's responses under its first weights, and what its syncs proved.
-
-    ``responses`` were sampled at temperature 1. ``first`` and ``update`` are the metrics of the
-    first sync and of that of one changed version; ``meta`` is the first one's.
-    """
-
-    responses: list[Rollout]
-    meta: WeightMeta
-    first: Mapping[str, float]
-    update: Mapping[str, float]
 
 
 async def examine_engines(
@@ -94,16 +66,16 @@ async def examine_engines(
     ``folder`` is the run directory of the pools.
     """
     notify = engines.notify
-    examined = _Examined(_measuring(config, folder), engines, prompts)
+    examined = _Examined(measuring(config, folder), engines, prompts)
     notify("starting all pools")
     try:
-        measured = await examined.pools()
+        measured = await measure(examined.config, engines, prompts)
     except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the pools of the run", error)]
     files = ModelFiles.read(config.student.model)
     quantized_by = quantization(config, files) if unproved(config, files) else ""
-    found = [*_synced(measured, quantized_by)]
-    bound = max(_bound_of(measured.first, kind) for kind in FRESHNESS)
+    found = [*synced(measured, quantized_by)]
+    bound = max(map(measured.bound, FRESHNESS))
     notify("starting a scoring engine with the student's weights")
     found += await examined.by_itself(measured, bound)
     for name in config.teachers:
@@ -125,37 +97,6 @@ async def examine_engines(
     return found
 
 
-def _measuring(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with every sync proven, and teachers alone that score sampled tokens."""
-    proven = {"verify_every": 1, "on_wrong_weights": "stop", "fake_quantization": None}
-    sync = config.sync.model_copy(update=proven)
-    teachers = {
-        name: teacher.model_copy(update={"refresh_every": 0})
-        if isinstance(teacher, SelfTeacher)
-        else teacher
-        for name, teacher in config.teachers.items()
-    }
-    parts = {"sync": sync, "teachers": teachers, "run_dir": str(folder)}
-    return config.model_copy(update=parts)
-
-
-async def _measure(
-    config: RunConfig, stages: LaunchedStages, prompts: Sequence[Prompt]
-) -> Measured:
-    meta = await stages.rollouter.snapshot(0)
-    first = await stages.rollouter.push()
-    tokens = min(RESPONSE_TOKENS, config.rollout.max_tokens)
-    asked = SamplingSpec(max_tokens=tokens, temperature=1.0, top_p=1.0, n=1)
-    async with kept(stages.queue, "doctor", prompts):
-        responses = await stages.rollouter.generate(prompts, asked)
-        responses = [one for one in responses if len(one.rollout_logprobs)]
-        samples = list(Batch.packed(list(map(supervised, responses))))
-        await stages.trainer.supervise(samples, config.train.lr)
-    await stages.rollouter.snapshot(1)
-    update = await stages.rollouter.push()
-    return Measured(responses, meta, first.metrics, update.metrics)
-
-
 @dataclass(frozen=True)
 class _Examined:
     """A config, and its engines, which are started one after the other.
@@ -166,20 +107,6 @@ class _Examined:
     config: RunConfig
     engines: ToolEngines
     prompts: Sequence[Prompt]
-
-    async def pools(self) -> Measured:
-        """Starts all pools, as the run does, and measures them. StageError."""
-        from async_opd.cluster.launch import launch
-
-        config, engines = self.config, self.engines
-        async with launch(config, device=engines.device, eos_ids=engines.eos_ids) as stages:
-            work = _measure(config, stages, self.prompts)
-            bounded = Deadline("doctor").within(
-                config.timeouts.stall_s, "measuring the pools", work, "raise timeouts.stall_s"
-            )
-            return await race(
-                bounded, endless("rollouter", stages.rollouter.run(), "during the examination")
-            )
 
     async def by_itself(self, measured: Measured, bound: float) -> list[Finding]:
         """The floor: the student in a scoring engine against the rollout engine and the trainer."""
@@ -204,7 +131,7 @@ class _Examined:
                 pairs = [(reference.logprobs[at], scores[count + at]) for at in indices]
                 rows = Agreement.of(*map(list, zip(*pairs, strict=True)))
                 what = f"{FRESHNESS[kind][0]}, trainer against scoring engine"
-                lines.append(_floor(what, rows, _bound_of(measured.first, kind)))
+                lines.append(_floor(what, rows, measured.bound(kind)))
         return lines
 
     async def teacher(self, name: str, responses: Sequence[Rollout], bound: float) -> list[Finding]:
@@ -300,38 +227,6 @@ class _Examined:
         return [[one.scores for one in unpack(Sample, [answer])] for answer in answers]
 
 
-def _bound_of(metrics: Mapping[str, float], kind: Kind) -> float:
-    """The largest distance in nats that rounding explains; 0 if no such rows were compared."""
-    return metrics.get(FRESHNESS[kind][2], 0.0)
-
-
-def _synced(measured: Measured, quantized_by: str) -> Iterator[Finding]:
-    """Results of the two syncs: trainer and rollout engines on held rows; one update.
-
-    ``quantized_by``: the key by which the engines are quantized, if that hides outdated weights.
-    """
-    for what, metrics in (("first weights", measured.first), ("one update", measured.update)):
-        replicas = sum(key.endswith("/freshness_nats") for key in metrics if "student" in key)
-        if "sync/freshness_nats" not in metrics:
-            message = f"{what}: the trainer and the rollout engines were not compared"
-            yield Finding(TOPIC, "warning", message, "set sync.verify_every")
-            continue
-        for rows, key, limit in FRESHNESS.values():
-            if key not in metrics:
-                continue
-            found, bound = metrics[key], metrics[limit]
-            message = (
-                f"{what}, rollout engines against trainer: mean |Δ| {found:.2g} nats on {rows}, "
-                f"bound {bound:.2g} ({BOUND}); replicas with the trainer's weights: {replicas}"
-            )
-            fresh = found <= bound and not metrics.get("sync/wrong_weights")
-            if fresh and quantized_by:
-                message += f"; no proof: quantized engines ({quantized_by}) hide outdated weights"
-                yield Finding(TOPIC, "warning", message, "use engines that are not quantized")
-                continue
-            yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
-
-
 def _floor(what: str, found: Agreement, bound: float, other_cause: str = "") -> Finding:
     message = f"mismatch floor, the student by itself: {what}: {found}; bound {bound:.2g}"
     if not found.tokens:
@@ -374,14 +269,7 @@ def run_engines(config: RunConfig, where: str, notify: Notify) -> list[Finding]:
     config, inputs, text = ready.config, ready.inputs, Text.of(ready.config)
     for note in inputs.notes:
         notify(note)
-    limit = inputs.max_prompt_tokens
-    rows = sampled(config, inputs.checked, PROMPTS)
-    prompts: list[Prompt] = []
-    given: dict[str, Any] = {"limit": limit, "sized": text.image_tokens}
-    given["readers"] = teacher_readers(config, text)
-    for row in rows:
-        with suppress(RolloutFault):  # the doctor's findings of lengths and templates report it
-            prompts.append(to_prompt(row, text.encode, config.teacher_of, **given))
+    prompts = sampled_prompts(config, inputs, text, PROMPTS)
     place = None if config.cluster.joins is None else Path(config.run_dir or ".").parent
     with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
         engines = ToolEngines(ready.device, text.response_ends(), notify)

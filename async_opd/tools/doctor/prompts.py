@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row
-from async_opd.data.teacher_prompts import prompts_as_read
+from async_opd.core.samples import Prompt
+from async_opd.data.prompts import to_prompt
+from async_opd.data.teacher_prompts import prompts_as_read, teacher_readers
 from async_opd.models.tokenizer import Text
 from async_opd.pictures import ShownText
 from async_opd.tools.doctor.finding import Finding
@@ -44,6 +49,17 @@ def sampled(config: RunConfig, sources: Sequence[Sequence[Row]], count: int) -> 
     picked = [chosen.sample(rows, min(count, len(rows))) for _, rows in sorted(by_source.items())]
     turns = chain.from_iterable(zip_longest(*picked))
     return [row for row in turns if row is not None][:count]
+
+
+def sampled_prompts(config: RunConfig, inputs: Inputs, text: Text, count: int) -> list[Prompt]:
+    """The prompts of ``count`` training rows, without those that cannot be made or are too long."""
+    prompts: list[Prompt] = []
+    given: dict[str, Any] = {"limit": inputs.max_prompt_tokens, "sized": text.image_tokens}
+    given["readers"] = teacher_readers(config, text)
+    for row in sampled(config, inputs.checked, count):
+        with suppress(RolloutFault):  # the findings of lengths and templates report it
+            prompts.append(to_prompt(row, text.encode, config.teacher_of, **given))
+    return prompts
 
 
 def rendered(config: RunConfig, text: Text, rows: Sequence[Row]) -> list[RenderedPrompt]:

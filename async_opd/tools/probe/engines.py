@@ -27,7 +27,7 @@ from async_opd.files.safe_open import private_files
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.tokenizer import Text
 from async_opd.prepare import check_inputs
-from async_opd.tools.doctor.bias import unknown_bias
+from async_opd.tools.doctor.distances import unknown_bias
 from async_opd.tools.engines import (
     ITSELF,
     Notify,

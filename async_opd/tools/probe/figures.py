@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from async_opd.core.scores import TopK
 from async_opd.core.sequence import Float32
-from async_opd.tools.doctor.agreement import Agreement
-from async_opd.tools.doctor.bias import PrecisionBias
-from async_opd.tools.doctor.divergences import Float64, Positions
+from async_opd.tools.doctor.distances import Agreement, Float64, Positions, PrecisionBias
 
 UNGRADED = math.nan
 LEAST_LOGPROB = -100.0

@@ -24,7 +24,7 @@ from async_opd.core.scores import SampledLogprobs, SupportScores, TopK
 from async_opd.core.sequence import Float32
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import GradeRollout
-from async_opd.tools.doctor.divergences import Float64
+from async_opd.tools.doctor.distances import Float64
 from async_opd.tools.probe.figures import UNGRADED, Measured, Response
 from async_opd.waiting.deadline import gather_or_cancel
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.scores import TopK
-from async_opd.tools.doctor.bias import PrecisionBias
-from async_opd.tools.doctor.divergences import Float64
+from async_opd.tools.doctor.distances import Float64, PrecisionBias
 from tests.properties import examples
 from tests.tools.probe.pairs import softmax, topk
 

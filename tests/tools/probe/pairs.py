@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from async_opd.core.scores import TopK
-from async_opd.tools.doctor.divergences import Float64
+from async_opd.tools.doctor.distances import Float64
 from async_opd.tools.probe.figures import Measured, Response
 
 VOCABULARY = 6

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from async_opd.tools.doctor.divergences import Float64
+from async_opd.tools.doctor.distances import Float64
 from async_opd.tools.probe.figures import LEAST_TOP_K, Estimate, figures_of
 from tests.tools.probe.pairs import measured, response, softmax
 

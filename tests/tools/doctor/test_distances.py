@@ -1,4 +1,4 @@
-"""Teacher and student at a position: divergences of what their top-k have in common."""
+"""Differences of log-probabilities, and teacher and student at a position, by their top-k."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from async_opd.tools.doctor.divergences import Float64, Positions
+from async_opd.tools.doctor.distances import Agreement, Float64, Positions
 from tests.properties import examples
 from tests.tools.probe.pairs import VOCABULARY, softmax, topk
 
@@ -17,6 +18,7 @@ logits = st.lists(
     st.lists(st.floats(-6, 6), min_size=VOCABULARY, max_size=VOCABULARY), min_size=1, max_size=4
 )
 SAMPLED = [0]
+ROWS = arrays(np.float32, 5, elements=st.floats(-20, 0, width=32))
 
 
 def exact(p: Float64, q: Float64) -> Float64:
@@ -83,3 +85,36 @@ def test_scores_of_other_lengths_are_refused() -> None:
     p = softmax([[0] * VOCABULARY])
     with pytest.raises(ValueError, match="2 positions and 1"):
         Positions.of(topk(np.vstack([p, p]), [0, 0]), topk(p, [0]))
+
+
+def test_mean_and_largest_are_absolute_and_the_bias_is_signed() -> None:
+    one = [np.array([-1.0, -2.0], np.float32), np.array([-4.0], np.float32)]
+    other = [np.array([-1.5, -1.0], np.float32), np.array([-4.0], np.float32)]
+    found = Agreement.of(one, other)
+    assert (found.tokens, found.mean, found.largest) == (3, 0.5, 1.0)
+    assert found.bias == pytest.approx(-0.5 / 3)
+
+
+def test_a_token_that_both_exclude_is_equal_and_one_that_one_excludes_is_infinitely_far() -> None:
+    excluded, possible = np.array([-np.inf], np.float32), np.array([-1.0], np.float32)
+    assert Agreement.of([excluded], [excluded]).mean == 0.0
+    assert Agreement.of([excluded], [possible]).mean == np.inf
+
+
+def test_nothing_to_compare_is_no_difference() -> None:
+    assert Agreement.of([], []) == Agreement(0, 0.0, 0.0, 0.0)
+
+
+def test_other_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="2"):
+        Agreement.of([np.zeros(2, np.float32)], [np.zeros(3, np.float32)])
+
+
+@given(ROWS, ROWS)
+def test_the_order_changes_the_sign_of_the_bias_only(
+    one: np.ndarray[tuple[int], np.dtype[np.float32]],
+    other: np.ndarray[tuple[int], np.dtype[np.float32]],
+) -> None:
+    found, back = Agreement.of([one], [other]), Agreement.of([other], [one])
+    assert (found.mean, found.largest, found.bias) == (back.mean, back.largest, -back.bias)
+    assert abs(found.bias) <= found.mean <= found.largest or np.isclose(found.mean, found.largest)
