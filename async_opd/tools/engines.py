@@ -18,6 +18,9 @@ from async_opd.waiting.deadline import Deadline, endless, race
 from async_opd.waiting.liveness import ProgressWatchdog
 
 if TYPE_CHECKING:
+    from async_opd.core.samples import Rollout
+    from async_opd.core.stages import SamplingSpec
+    from async_opd.grading.evaluation import Evaluation, EvaluationResult
     from rollouter.stage import RollouterStage
 
 ITSELF = "student"
@@ -96,6 +99,20 @@ class ToolEngines:
             most = most_tokens(config, requests)
             asked = watchdog.within("waited for answers", ask(engines), engines.progress, most)
             return await race(asked, endless(stage, engines.run(), "before it had answered"))
+
+    async def evaluated(
+        self, config: RunConfig, evaluation: Evaluation, as_teacher: bool
+    ) -> EvaluationResult:
+        """The evaluation of the student. ``as_teacher``: it reads teachers' prompts. StageError."""
+
+        async def asked(stage: RollouterStage) -> EvaluationResult:
+            async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+                seen = [prompt.for_teacher for prompt in prompts] if as_teacher else prompts
+                return await stage.generate(seen, sampling)
+
+            return await evaluation.run(answers, "eval")
+
+        return await self.of_student(config, "evaluation", asked, evaluation.requests)
 
     async def of_teacher(
         self,

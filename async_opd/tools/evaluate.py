@@ -9,10 +9,9 @@ A teacher is evaluated like a student, with its own engine's settings and prompt
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +25,7 @@ from async_opd.processes.output import write_stderr
 from async_opd.tools.evaluated_model import evaluation_config, exported
 
 if TYPE_CHECKING:
-    from async_opd.core.samples import Prompt, Rollout
-    from async_opd.core.stages import SamplingSpec
-    from async_opd.grading.evaluation import Evaluation, EvaluationResult
-    from async_opd.models.engine_args import Device
-    from async_opd.models.tokenizer import Text
-    from rollouter.stage import RollouterStage
+    from async_opd.prepare import Prepared
 
 ANSWERS, RESULT, MODEL = "answers", "result.json", "model"
 
@@ -92,14 +86,13 @@ def evaluate(
     import uvloop
 
     from async_opd.checks.memory_fit import with_defaults
-    from async_opd.checks.resources import gpu_count, pools
     from async_opd.data.teacher_prompts import teacher_readers
     from async_opd.files.safe_open import make_folder, private_files, write_atomically
     from async_opd.grading.evaluation_set import evaluation_of
-    from async_opd.memory.pools import EVAL
     from async_opd.models.tokenizer import Text
     from async_opd.pictures import MEDIA, Thumbnails
     from async_opd.prepare import check_inputs
+    from async_opd.tools.engines import ToolEngines
 
     # a teacher need not be a model that can be trained
     ready = check_inputs(evaluated if teacher is None else config, where, fetch=True, load=True)
@@ -108,19 +101,7 @@ def evaluate(
     for note in inputs.notes:
         _say(redacted(note))
     evaluated = config if teacher is None else evaluation_config(config, None, teacher)
-    others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}
-    problems = [problem for problem in inputs.problems if problem.key not in others]
-    needed = next(pool.gpus for pool in pools(evaluated) if pool.name == EVAL)
-    refused = any(problem.key == "cluster.device" for problem in problems)
-    if device == "cuda" and not (evaluated.cluster.joins or refused) and needed > gpu_count():
-        message = (
-            f"the engines take {needed} GPU{'s' * (needed > 1)}, this machine has {gpu_count()}"
-        )
-        problems.append(Problem(where, "cluster", message, "take fewer replicas"))
-    if not inputs.eval and not problems:
-        message = "no source of prompts to evaluate on"
-        problems.append(Problem(where, "data.eval", message, "name a file"))
-    if problems:
+    if problems := _problems(ready, evaluated, where):
         raise ConfigError(problems)
     text = Text.of(evaluated if teacher is None else config)
     evaluated = with_defaults(evaluated, device)
@@ -137,31 +118,35 @@ def evaluate(
         if made is None:
             message = f"data.eval has no prompts for teacher {teacher}"
             raise ConfigError.of("data.eval", message, "add some", where)
-        metrics: dict[str, float] = uvloop.run(_measured(evaluated, device, text, made, teacher))
+        engines = ToolEngines(device, text.response_ends(), _say)
+        try:
+            measured = uvloop.run(engines.evaluated(evaluated, made, teacher is not None))
+            made.record(ANSWERS, measured)
+        finally:
+            made.close()
+        metrics: dict[str, float] = measured.metrics
         write_atomically(out / RESULT, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
     return metrics
 
 
-async def _measured(
-    evaluated: RunConfig, device: Device, text: Text, evaluation: Evaluation, teacher: str | None
-) -> dict[str, float]:
-    """The metrics, after the answers are written. StageError."""
-    from async_opd.tools.engines import ToolEngines
+def _problems(ready: Prepared, evaluated: RunConfig, where: str) -> list[Problem]:
+    """Why the engines that answer would not start, or have nothing to answer."""
+    from async_opd.checks.resources import gpu_count, pools
+    from async_opd.memory.pools import EVAL
 
-    async def asked(stage: RollouterStage) -> EvaluationResult:
-        async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-            seen = [prompt.for_teacher for prompt in prompts] if teacher else prompts
-            return await stage.generate(seen, sampling)
-
-        return await evaluation.run(answers, "eval")
-
-    engines = ToolEngines(device, text.response_ends(), _say)
-    try:
-        measured = await engines.of_student(evaluated, "evaluation", asked, evaluation.requests)
-        await asyncio.to_thread(evaluation.record, ANSWERS, measured)
-    finally:
-        evaluation.close()
-    return measured.metrics
+    others = {"cluster", "train", *(f"teachers.{name}" for name in ready.config.teachers)}
+    problems = [problem for problem in ready.inputs.problems if problem.key not in others]
+    needed = next(pool.gpus for pool in pools(evaluated) if pool.name == EVAL)
+    refused = any(problem.key == "cluster.device" for problem in problems)
+    if ready.device == "cuda" and not (evaluated.cluster.joins or refused) and needed > gpu_count():
+        message = (
+            f"the engines take {needed} GPU{'s' * (needed > 1)}, this machine has {gpu_count()}"
+        )
+        problems.append(Problem(where, "cluster", message, "take fewer replicas"))
+    if not ready.inputs.eval and not problems:
+        message = "no source of prompts to evaluate on"
+        problems.append(Problem(where, "data.eval", message, "name a file"))
+    return problems
 
 
 def _say(text: str) -> None:
