@@ -26,14 +26,13 @@ from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.files.durable import flush
-from async_opd.files.foreign import foreign
-from async_opd.files.lines import MOST_S, json_object, number_of, whole_lines
+from async_opd.files.lines import whole_lines
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import write_run_format
 from async_opd.files.safe_open import write_atomically
 from async_opd.observability.live.console import open_console
-from async_opd.observability.live.live_file import LiveFile, read_live
-from async_opd.observability.run_log import DEAD_LETTERS, METRICS, SUMMARY, RunLog
+from async_opd.observability.live.live_file import LiveFile
+from async_opd.observability.run_log import DEAD_LETTERS, METRICS, SUMMARY, RunLog, seconds_so_far
 from async_opd.observability.sinks import Sink
 from async_opd.prepare import Prepared
 from async_opd.waiting.waits import Waits
@@ -103,7 +102,7 @@ def opened(
     messages = [*ready.inputs.notes, *notes]
     config, inputs = ready.config, ready.inputs
     start = _start(config, inputs, run_dir, resume, messages.append)
-    earlier_s = _seconds_of(run_dir) if resume else 0.0
+    earlier_s = seconds_so_far(run_dir) if resume else 0.0
     write_run_format(run_dir)
     (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
     describe(run_dir, config, inputs)
@@ -151,17 +150,6 @@ def _start(
     refuse_impossible(start.cut, config)
     notify(f"going on after step {start.cut.step}, weight version {start.cut.version}")
     return start
-
-
-def _seconds_of(run_dir: Path) -> float:
-    """Seconds of the parts of a run so far, by its summary; of a killed one by its live file."""
-    with suppress(OSError):
-        summary = json_object((foreign(run_dir) / SUMMARY).read().decode(errors="replace")) or {}
-        seconds = number_of(summary.get("seconds"))
-        if seconds is not None and 0 <= seconds <= MOST_S:
-            return seconds
-    live = read_live(run_dir)
-    return 0.0 if live is None else max(live.elapsed_s, 0.0)
 
 
 def _viewers(config: RunConfig, run_dir: Path, earlier_s: float) -> list[Sink]:

@@ -20,13 +20,12 @@ import uvloop
 
 from async_opd.checkpoint.earlier_run import (
     is_completed,
-    left_in,
     refuse_another,
     refuse_mirrored,
+    refuse_other_format,
     take_mirrored,
 )
 from async_opd.checkpoint.resume import identity
-from async_opd.checkpoint.store import load
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.cluster.watching import RECONNECT, left_s
 from async_opd.core.errors import (
@@ -40,20 +39,17 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
-from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
+from async_opd.files.run_format import write_run_format
 from async_opd.files.safe_open import private_files
 from async_opd.job import Job, describe, opened
 from async_opd.models.tokenizer import Text
 from async_opd.observability.live.console import resume_command
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Sink, Status
-from async_opd.pipeline import Pipeline
 from async_opd.prepare import Prepared
 from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
-from async_opd.run_prompts import reading_of
 from async_opd.training import Training
-from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.own_loop import run_to_end
 
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -70,8 +66,8 @@ def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> 
     config = config.model_copy(update={"run_dir": name})
     mirror = config.checkpoint.mirror
     taken: list[str] = []
-    if resume and (left_in(run_dir) or (run_dir / FORMAT_FILE).exists()):
-        refuse_other_formats(run_dir)
+    if resume:
+        refuse_other_format(run_dir)
     if mirror is not None and resume:
         with private_files(), run_lock(run_dir):
             write_run_format(run_dir)
@@ -159,14 +155,13 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
     async with starting as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
-        reading = reading_of(job)
-        training = await reading.run(lambda: Training(job, stages, text, reading))
+        training = await Training.begin(job, stages, text)
         began = time.time()
         try:
             await training.run()
         except asyncio.CancelledError:
             grace_s = config.shutdown.grace_s
-            await _checkpoint_at_end(training.pipeline, job, grace_s, "shutdown.grace_s")
+            await training.checkpoint_at_end(grace_s, "shutdown.grace_s")
             if training.pipeline.has_weights:
                 await _save_partial_model(stages, job, training.pipeline.state_s)
             else:
@@ -174,7 +169,7 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
             raise
         except Exception as error:
             outcome.error = error
-            await _checkpoint_after_failure(error, training.pipeline, job)
+            await _checkpoint_after_failure(error, training, job)
             lost = isinstance(error, HeadLost)  # no time is left for more than the checkpoint
             if training.pipeline.is_trained and training.pipeline.has_weights and not lost:
                 await _save_partial_model(stages, job, training.pipeline.state_s)
@@ -187,39 +182,13 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
             await _shielded(stages.watched(_save_best(stages, job, bound_s)))
 
 
-async def _checkpoint_at_end(pipeline: Pipeline, job: Job, bound_s: float, key: str) -> None:
-    """Logs the last rows of a run that ends early, and writes its checkpoint.
-
-    The latter if its trainer still answers; it takes at most ``bound_s``, which ``key`` sets: a
-    config key, or a setting of Ray.
-    """
-    try:
-        pipeline.log_rows()
-        if not pipeline.config.checkpoint.on_exit:
-            return
-        with job.waits.on("the last checkpoint", bound_s):
-            async with asyncio.timeout(bound_s):
-                await _check_trainer_alive(pipeline)
-                await pipeline.checkpoint()
-    except Exception as error:  # of any kind: the model has to be saved next
-        cause = str(error) or f"not written within {bound_s:g} s ({key})"
-        job.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
-
-
-async def _check_trainer_alive(pipeline: Pipeline) -> None:
-    """StageTimeout if the trainer does not answer: it hangs, or has died and has no state."""
-    bound_s = pipeline.config.supervision.timeout_s
-    answer = pipeline.stages.trainer.report()
-    await Deadline(TRAINER).within(bound_s, "a heartbeat answer", answer)
-
-
-async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, job: Job) -> None:
+async def _checkpoint_after_failure(error: Exception, training: Training, job: Job) -> None:
     """Writes a checkpoint of a run that has failed, within the bound of any other one.
 
     Without the head of its cluster it has the time that Ray leaves it, and after a signal
     ``shutdown.grace_s``; the run ends as failed, not as interrupted.
     """
-    cause, config = first_cause(error), pipeline.config
+    cause, config = first_cause(error), job.config
     if isinstance(cause, ProcessDied) and cause.stage == TRAINER:
         job.message("no checkpoint at the end, --resume takes the one before: the trainer died")
         return
@@ -227,10 +196,10 @@ async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, job: J
     if isinstance(cause, GuardrailExceeded):
         job.message("no checkpoint of weights beyond the guardrail: --resume takes the one before")
         return
-    bound = pipeline.state_s, "checkpoint.timeout_s"
+    bound = training.pipeline.state_s, "checkpoint.timeout_s"
     if isinstance(cause, HeadLost):
         bound = min(bound, (left_s(), RECONNECT))
-    keeping = asyncio.create_task(_checkpoint_at_end(pipeline, job, *bound))
+    keeping = asyncio.create_task(training.checkpoint_at_end(*bound))
     try:
         await asyncio.shield(keeping)
     except asyncio.CancelledError:
@@ -280,7 +249,7 @@ async def _save_best(stages: LaunchedStages, job: Job, bound_s: float) -> None:
         return
     if step != job.config.train.steps:
         with job.waits.on("the best checkpoint to be loaded", bound_s):
-            checkpoint = await asyncio.to_thread(load, store.folder / f"step_{step}")
+            checkpoint = await asyncio.to_thread(store.load, step)
             await stages.trainer.restore(str(checkpoint.folder))
     with job.waits.on("the best student to be saved", bound_s):
         await stages.trainer.save(str(job.run_dir / "best"))

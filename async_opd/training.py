@@ -28,8 +28,8 @@ from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.pictures import MEDIA, RecordedPrompts, Thumbnails
 from async_opd.pipeline import Pipeline
-from async_opd.run_prompts import cold_start_of, training_prompts
-from async_opd.waiting.deadline import Bound, in_thread
+from async_opd.run_prompts import cold_start_of, reading_of, training_prompts
+from async_opd.waiting.deadline import Bound, Deadline, in_thread
 from async_opd.waiting.reading_thread import ReadingThread
 
 THUMBNAILS_S = 5.0
@@ -72,6 +72,12 @@ class Training:
         self._begin_after(job.start.cut.step if job.start else 0)
         self.pipeline = self._pipeline()
 
+    @classmethod
+    async def begin(cls, job: Job, stages: LaunchedStages, text: Text) -> Training:
+        """The training of a job, whose first prompts are read in a thread."""
+        reading = reading_of(job)
+        return await reading.run(lambda: cls(job, stages, text, reading))
+
     async def run(self) -> None:
         """Returns when every step is trained. Raises the first error that no rewind mends."""
         try:
@@ -81,6 +87,30 @@ class Training:
             self._thumbnails.close(THUMBNAILS_S)
             if self._evaluation is not None:
                 self._evaluation.close()
+
+    async def checkpoint_at_end(self, bound_s: float, key: str) -> None:
+        """Logs the last rows of a run that ends early, and writes its checkpoint.
+
+        The latter if its trainer still answers; it takes at most ``bound_s``, which ``key`` sets: a
+        config key, or a setting of Ray.
+        """
+        try:
+            self.pipeline.log_rows()
+            if not self.job.config.checkpoint.on_exit:
+                return
+            with self._waits.on("the last checkpoint", bound_s):
+                async with asyncio.timeout(bound_s):
+                    await self._check_trainer_alive()
+                    await self.pipeline.checkpoint()
+        except Exception as error:  # of any kind: the model has to be saved next
+            cause = str(error) or f"not written within {bound_s:g} s ({key})"
+            self.job.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
+
+    async def _check_trainer_alive(self) -> None:
+        """StageTimeout if the trainer does not answer: it hangs, or has died and has no state."""
+        bound_s = self.job.config.supervision.timeout_s
+        answer = self.stages.trainer.report()
+        await Deadline(TRAINER).within(bound_s, "a heartbeat answer", answer)
 
     async def _run_until_rewound(self) -> bool:
         """Whether all steps are trained; False if the run was rewound."""

@@ -33,6 +33,7 @@ from async_opd.checkpoint.run_copies import (
     name_of,
 )
 from async_opd.checkpoint.store import CONFIG, EVALUATED, FOLDER, Checkpoints, load
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError, Problem
 from async_opd.files.foreign import Place, foreign
 from async_opd.files.kept_steps import KEPT
@@ -42,8 +43,10 @@ from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats
 from async_opd.files.safe_open import make_folder, remove_tree, write_atomically
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.microscope import MICROSCOPE
+from async_opd.observability.live.live_file import LIVE_FILE
 from async_opd.observability.logged_run import LOGGED_RUNS, take_logged_runs
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
+from async_opd.observability.trace import TRACE
 from async_opd.pictures import MEDIA
 
 RUN_OUTPUTS = (
@@ -84,6 +87,31 @@ def left_in(run_dir: Path) -> list[str]:
     """The files of the run that has begun in the directory."""
     found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
     return found + ([FOLDER] if Checkpoints(run_dir / FOLDER, 1).steps() else [])
+
+
+def outputs(config: RunConfig) -> list[str]:
+    """The files and folders of the run directory of a run that completes without a fault."""
+    log = config.log
+    optional = {
+        EVALS: bool(config.data.eval) and config.eval.samples_mib > 0,
+        MICROSCOPE: log.microscope.share > 0,
+        KEPT: log.replay,
+        "best": config.checkpoint.keep_best is not None,
+        "wandb": log.wandb != "off",
+        "wandb_run.json": log.wandb != "off",
+        "tensorboard": "tensorboard" in log.loggers,
+    }
+    always = (
+        *("config.yaml", IDENTITY, FORMAT_FILE, ORIGIN, METRICS, LEDGER, RUN_LOG, SUMMARY, TRACE),
+        *(LIVE_FILE, FOLDER, "model", "ray_logs"),
+    )
+    return [*always, *(name for name, written in optional.items() if written)]
+
+
+def refuse_other_format(run_dir: Path) -> None:
+    """ConfigError for a directory in which a run of another version's format has begun."""
+    if left_in(run_dir) or (run_dir / FORMAT_FILE).exists():
+        refuse_other_formats(run_dir)
 
 
 def refuse_begun(run_dir: Path) -> None:
@@ -266,7 +294,7 @@ def _newest_valid(store: Checkpoints, way: Lineage) -> int:
     """The step of the newest checkpoint on the way that is not damaged; -1 if there is none."""
     for step in reversed(store.steps()):
         with suppress(CheckpointError):
-            found = load(store.folder / name_of(step))
+            found = store.load(step)
             if is_on_the_way(step, found.cut.lineage, way):
                 return step
     return -1

@@ -211,6 +211,10 @@ class Checkpoints:
         path.rename(left)
         return f"the run has gone on without step {step}: it is skipped, and is now {left.name}"
 
+    def load(self, step: int) -> Checkpoint:
+        """See ``load``, of this step's."""
+        return load(self.folder / f"step_{step}")
+
     def newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
         """The newest valid checkpoint that no rollback has left.
 

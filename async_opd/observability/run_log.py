@@ -36,8 +36,10 @@ from async_opd.core.printable import indented, on_one_line
 from async_opd.core.reports import Interval, Level
 from async_opd.core.samples import DeadLetter
 from async_opd.core.stages import LOG, Log, Queue, Rollouter, TeacherScorer
-from async_opd.files.lines import append_line, end_torn_line
+from async_opd.files.foreign import foreign
+from async_opd.files.lines import MOST_S, append_line, end_torn_line, json_object, number_of
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
+from async_opd.observability.live.live_file import read_live
 from async_opd.observability.loggers import logger_sinks
 from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
@@ -429,3 +431,14 @@ class EventForwarder:
         for line in events.lines:
             self.log.message(line, "info" if line.startswith(WAITING) else "warning")
         return bool(events.lines)
+
+
+def seconds_so_far(run_dir: Path) -> float:
+    """Seconds of the parts of a run so far, by its summary; of a killed one by its live file."""
+    with suppress(OSError):
+        summary = json_object((foreign(run_dir) / SUMMARY).read().decode(errors="replace")) or {}
+        seconds = number_of(summary.get("seconds"))
+        if seconds is not None and 0 <= seconds <= MOST_S:
+            return seconds
+    live = read_live(run_dir)
+    return 0.0 if live is None else max(live.elapsed_s, 0.0)

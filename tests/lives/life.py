@@ -354,7 +354,7 @@ class Living:
             patch.object(mirrors, "BackgroundWorker", self._uploads),
             patch.object(run_copies, "each_of", lambda work, items, at_once: [*map(work, items)]),
             patch.object(trainings, "training_prompts", self._prompts),
-            patch.object(runs, "reading_of", lambda job: PacedReads(Pace(self.life.seed))),
+            patch.object(trainings, "reading_of", lambda job: PacedReads(Pace(self.life.seed))),
             patch.object(trainings, "evaluation_of", self._evaluation),
             patch.object(asyncio, "to_thread", inline),
             patch.object(os, "fsync", lambda handle: None),

@@ -11,13 +11,13 @@ from pydantic import TypeAdapter
 
 from async_opd.accounting.lineage import RollBack, add_roll_back, begun_after
 from async_opd.accounting.run_state import Cut
+from async_opd.checkpoint.earlier_run import outputs
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.run_copies import END, RunCopies
 from async_opd.checkpoint.store import CONFIG, CUT, FOLDER, MANIFEST
 from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.files.run_format import write_run_format
-from async_opd.tools.dry_run import outputs
 from tests.checkpoint.test_store import cut
 from tests.world.cli import Cli
 

@@ -14,7 +14,7 @@ import pytest
 from async_opd import run as module
 from async_opd.config.run_config import RunConfig
 from async_opd.core.reports import Interval, StageReport
-from async_opd.job import Job
+from async_opd.training import Training
 
 
 class FakeText:
@@ -40,7 +40,7 @@ class SavingTrainer:
     async def restore(self, directory: str) -> None: ...
 
 
-class FakeTraining:
+class FakeTraining(Training):
     """Trains in no time; then ends with the error it is given, and has no checkpoint of it."""
 
     error: BaseException | None = None
@@ -48,11 +48,9 @@ class FakeTraining:
     state_s = 5.0
     trainer: Any = SavingTrainer()
 
-    def __init__(self, job: Job, stages: Any, text: Any, reading: Any) -> None:
-        self.job = job
+    def __post_init__(self) -> None:
+        self._waits = self.job.waits
         self.pipeline: Any = SimpleNamespace(
-            config=job.config,
-            stages=stages,
             is_trained=self.trained,
             has_weights=self.has_weights,
             checkpoint=self.checkpoint,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_opd.checkpoint.store import FOLDER, Checkpoints, load
+from async_opd.checkpoint.store import FOLDER, Checkpoints
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError
@@ -83,7 +83,7 @@ def _start(run_dir: Path, step: int) -> tuple[int, Path | None]:
     store = Checkpoints(run_dir / FOLDER, 1)
     for before in reversed([one for one in store.steps() if one < step]):
         try:
-            return before, load(store.folder / f"step_{before}").folder
+            return before, store.load(before).folder
         except CheckpointError as error:
             cause = error.cause
             raise _refused(run_dir, cause, "name a step after the next checkpoint") from error
