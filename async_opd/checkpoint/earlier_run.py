@@ -1,4 +1,4 @@
-"""The earlier run of a run directory, and newer files of its mirror.
+"""The files of a run directory, the earlier run in it, and newer files of its mirror.
 
 run directory, checkpoint.mirror ──the newest step──► run directory ──► --resume as ever
 """

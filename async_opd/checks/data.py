@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.util import find_spec
 
 from async_opd.checks.room import Room, Tally
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import PromptSource
-from async_opd.config.sections.environment import ENVIRONMENT
-from async_opd.config.user_code import ENVIRONMENTS, SOURCES, UserCodeError, find_user_code
+from async_opd.config.user_code import SOURCES, UserCodeError, find_user_code
 from async_opd.core.errors import Findings, SourceError, in_words
 from async_opd.core.row import Media, Row
 from async_opd.data.mixture import passes
@@ -20,22 +18,15 @@ from async_opd.data.prompts import added
 from async_opd.data.stored_rows import KeptRows, read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
-from async_opd.environments.kinds import EXTRA
-from async_opd.environments.pool import EnvironmentSpec, environment_fault
 from async_opd.grading.accuracy import metric_names
-from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.grading.graders import (
-    KNOWN,
     REMEDY,
     evaluates,
-    find_grader,
     is_function,
-    load_grader,
 )
 from async_opd.models.model_files import is_vision_model
 from async_opd.models.tokenizer import Text
 from async_opd.queue.sizes import in_mib
-from async_opd.waiting.own_loop import run_to_end
 
 MOST_NAMED = 5
 
@@ -95,27 +86,9 @@ class DataChecks:
         default_factory=lambda: {part: _Part() for part in ("train", "eval", "cold_start")}
     )
 
-    def grader(self, key: str, name: str) -> None:
-        """Checks that a grader can be loaded: a user's in a separate process, as in a run."""
-        fault = ""
-        try:
-            if not is_function(name):
-                load_grader(name)
-            elif self.load:
-                fault = run_to_end(loading_fault(GraderSpec.of(self.config, name)))
-            else:
-                find_grader(name)
-        except UserCodeError as error:
-            fault = str(error)
-        except (ImportError, ValueError) as error:  # of a built-in one
-            fault = f"{name} cannot be loaded: {in_words(error)}"
-        if fault:
-            self.found.add(key, fault, f"{KNOWN}, or module:function on PYTHONPATH")
-
-    def environment(self, train: Sequence[Rows]) -> None:
-        """Checks that an episode begins with the first training row, and that no row has images."""
-        given = self.config.environment
-        if given is None:
+    def without_images(self) -> None:
+        """Checks that no row has images, in a run with an environment."""
+        if self.config.environment is None:
             return
         for part in ("train", "eval"):
             pictured = self.parts[part].pictured
@@ -125,31 +98,6 @@ class DataChecks:
                     "of several turns are of text"
                 )
                 self.found.add(f"data.{part}", message, "leave these rows out, or environment")
-        if given.kind == "gymnasium" and find_spec("gymnasium") is None:
-            self.found.add("environment.kind", "the package gymnasium is not installed", EXTRA)
-        elif self.load:
-            first = next((row for rows in train for row in checked(rows)), None)
-            graders = [self.config.eval.grader] if self.config.data.eval else []
-            graders += [self.config.reward.grader] if self.config.reward else []
-            spec, rewards = EnvironmentSpec.of(self.config), ENVIRONMENT in graders
-            fault = run_to_end(environment_fault(spec, first, rewards))
-            if fault is not None:
-                self.found.add("environment", fault.cause, fault.remedy)
-        elif given.kind == "gymnasium":  # no statement of its module names what that registers
-            for module in (name.rpartition(":")[0] for name in given.code):
-                if find_spec(module.partition(".")[0]) is None:
-                    cause = f"the module {module} does not exist"
-                    self.found.add("environment.id", cause, "put it on PYTHONPATH")
-        else:
-            self._find(*given.code)
-
-    def _find(self, *names: str) -> None:
-        """Checks that code of an environment is there; nothing of it runs."""
-        for name in names:
-            try:
-                find_user_code(name, ENVIRONMENTS)
-            except UserCodeError as error:
-                self.found.add("environment", str(error), "put its module on PYTHONPATH")
 
     def best_metric(self) -> None:
         """Checks that evaluations have what ``checkpoint.keep_best`` compares."""

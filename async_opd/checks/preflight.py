@@ -9,6 +9,7 @@ import importlib.util
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.image_families import check_families
@@ -35,7 +36,12 @@ from async_opd.checks.student import (
     given_answers,
 )
 from async_opd.checks.templates import check_templates
-from async_opd.checks.user_code import check_mirror, check_user_code
+from async_opd.checks.user_code import (
+    check_environment,
+    check_grader,
+    check_mirror,
+    check_user_code,
+)
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.core.errors import ConfigError, Findings, Problem
@@ -106,7 +112,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     _hardware(config, found, models, device, gpus)
     graders = _graders(config)
     for key, grader in graders.values():
-        data.grader(key, grader)
+        check_grader(config, found, load, key, grader)
     train, evaluation = data.sources("train"), data.sources("eval")
     if not data.unreadable:
         data.routes()
@@ -115,7 +121,8 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None, load: bool
     for part, (_, grader) in graders.items():
         data.answers(part, grader)
         data.verifiers(part)
-    data.environment(train)
+    data.without_images()
+    check_environment(config, found, load, chain.from_iterable(map(checked, train)))
     data.best_metric()
     data.sizes()
     limit = _prompts(config, models, data, "train", train)

@@ -1,9 +1,8 @@
-"""Data, graders and routes that cannot be a run's: each with its key and a remedy."""
+"""Data and routes that cannot be a run's: each with its key and a remedy."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -223,11 +222,6 @@ def with_reward(grader: str, *overrides: str) -> list[Problem]:
     return preflight(graded, "c.yaml", 0).problems
 
 
-def test_the_rewards_grader_is_checked_as_the_evaluations() -> None:
-    (problem,) = with_reward("no_such_module:grade")
-    assert problem.key == "reward.grader"
-
-
 def test_rows_that_the_reward_cannot_grade_are_refused(tmp_path: Path) -> None:
     (problem,) = with_reward("exact", rows(tmp_path, *GOOD))
     assert problem.key == "data.train"
@@ -273,41 +267,9 @@ def test_answers_with_tokens_that_a_model_has_no_row_for_are_refused(
     assert [one.key for one in answers] == refused * ["cold_start.data"]
 
 
-def test_a_grader_that_cannot_be_imported_is_refused() -> None:
-    assert one("eval.grader=no_such_module:grade", load=True).key == "eval.grader"
-
-
 def test_a_chat_template_that_is_none_is_a_problem(tmp_path: Path) -> None:
     problems = found(broken_student(tmp_path, "chat_template.jinja", "{% if %}"))
     assert {problem.key for problem in problems} == {"data.train", "data.eval"}
-
-
-@pytest.mark.parametrize(
-    "code", ["def f(:", "x = 1 / 0", "raise SystemExit", "import os; os._exit(3)"]
-)
-def test_a_grader_module_that_cannot_be_imported_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
-    (tmp_path / f"grader{len(code)}.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert one(f"eval.grader=grader{len(code)}:f", load=True).key == "eval.grader"
-
-
-@pytest.mark.slow
-def test_a_graders_module_that_does_not_end_is_a_problem_after_the_bound_of_a_start(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
-    problem = one(f"eval.grader={tmp_path}/endless.py:f", "timeouts.engine_start_s=1", load=True)
-    assert "longer than 1 s (timeouts.engine_start_s)" in problem.message
-
-
-def test_a_graders_module_is_not_imported_into_the_process_that_checks_it(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    code = f"import os\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\n"
-    (tmp_path / "leaves.py").write_text(f"{code}def f(response, row):\n    return 1\n")
-    assert found(f"eval.grader={tmp_path}/leaves.py:f", load=True) == []
-    assert int(marker.read_text()) != os.getpid()
 
 
 def unanswered(tmp_path: Path) -> str:

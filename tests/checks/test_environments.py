@@ -65,13 +65,13 @@ def test_without_loading_code_the_module_of_an_id_is_looked_for(
     monkeypatch: pytest.MonkeyPatch, module: str, problems: int
 ) -> None:
     known = {"gymnasium", "tests"}
-    monkeypatch.setattr("async_opd.checks.data.find_spec", lambda name: name in known or None)
+    monkeypatch.setattr("async_opd.checks.user_code.find_spec", lambda name: name in known or None)
     given = found(f"environment={{kind: gymnasium, id: '{module}:A-v0'}}")
     assert sum(one.key == "environment.id" for one in given) == problems
 
 
 def test_gymnasium_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_opd.checks.data.find_spec", lambda name: None)
+    monkeypatch.setattr("async_opd.checks.user_code.find_spec", lambda name: None)
     problem = one("environment={kind: gymnasium, id: FrozenLake-v1}")
     assert problem.key == "environment.kind"
     assert "async-opd[environments]" in problem.remedy
