@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks import preflight
+from async_opd.checks import preflight, user_code
 from async_opd.config.run_config import RunConfig
 from async_opd.observability.loggers import MAX_ROWS, ThreadedSink
 from async_opd.observability.run_log import RunLog
@@ -109,10 +108,7 @@ def test_trackio_has_one_run_of_a_run_directory_in_its_database(tmp_path: Path) 
 def test_a_logger_that_is_not_installed_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name)
-    )
+    monkeypatch.setattr(user_code, "find_spec", lambda name: name != "mlflow" or None)
     problems = preflight.preflight(config("tensorboard", "mlflow"), "c.yaml").problems
     (refused,) = [one for one in problems if one.key == "log.loggers"]
     assert refused.message == "mlflow is not installed"
