@@ -10,7 +10,7 @@ from functools import partial
 from async_opd.checks.room import Room, Tally
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.data import PromptSource
-from async_opd.config.user_code import SOURCES, UserCodeError, find_user_code
+from async_opd.config.user_code import SOURCE_GROUP, UserCodeError, find_user_code
 from async_opd.core.errors import Findings, SourceError, in_words
 from async_opd.core.row import Media, Row
 from async_opd.data.mixture import passes
@@ -167,7 +167,7 @@ class DataChecks:
         if source.stream and part == "eval":
             raise SourceError(source.label, "is streamed, and an evaluation takes all of its rows")
         if source.kind == "user" and not self.load:
-            find_user_code(source.label, SOURCES)
+            find_user_code(source.label, SOURCE_GROUP)
             how = "is not called: its rows are checked by async_opd check --load"
             self.found.notes.append(f"{key}: {source.label} {how}")
             return []

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from async_opd.config.registry import TRANSPORTS as BUILT_IN
+from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
-from async_opd.config.user_code import ENVIRONMENTS, LOSSES, TRANSPORTS
+from async_opd.config.user_code import ENVIRONMENT_GROUP, LOSS_GROUP, TRANSPORT_GROUP
 from async_opd.core.distributions import installed
 from async_opd.core.errors import Problem, StageError
 from async_opd.files.foreign import foreign
@@ -97,11 +97,11 @@ class Probe:
         named = [] if environment is None else [environment.factory, *environment.tools]
         for name in filter(None, named):
             if not name.rpartition(":")[0].endswith(".py"):  # a file lies beside the config
-                code[f"environment {name}"] = (name, ENVIRONMENTS)
+                code[f"environment {name}"] = (name, ENVIRONMENT_GROUP)
         if config.loss.kind == "user":
-            code["loss.function"] = (config.loss.function, LOSSES)
-        if config.sync.backend not in ("auto", *BUILT_IN):
-            code["sync.backend"] = (config.sync.backend, TRANSPORTS)
+            code["loss.function"] = (config.loss.function, LOSS_GROUP)
+        if config.sync.backend not in ("auto", *TRANSPORTS):
+            code["sync.backend"] = (config.sync.backend, TRANSPORT_GROUP)
         return replace(self, grader=grader, code=code, bound_s=bound_s)
 
 
@@ -154,12 +154,12 @@ def _code_faults(probe: Probe) -> Iterator[tuple[str, str]]:
 
 IMPORT = """
 import os, sys
-from async_opd.config.user_code import TRANSPORTS, UserCodeError, user_object, user_transport
+from async_opd.config.user_code import TRANSPORT_GROUP, UserCodeError, user_object, user_transport
 from async_opd.processes.own_settings import set_parent_death_signal
 set_parent_death_signal()
 name, group = sys.argv[1:]
 try:
-    user_transport(name) if group == TRANSPORTS else user_object(name, group)
+    user_transport(name) if group == TRANSPORT_GROUP else user_object(name, group)
 except UserCodeError as error:
     print(error, file=sys.stderr, flush=True)
     os._exit(1)

@@ -12,16 +12,16 @@ from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.sections.log import LOGGERS
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.config.user_code import (
-    ENVIRONMENTS,
-    LOSSES,
+    ENVIRONMENT_GROUP,
+    LOGGER_GROUP,
+    LOSS_GROUP,
+    TRANSPORT_GROUP,
     UserCodeError,
     find_user_code,
     fits,
     user_object,
     user_transport,
 )
-from async_opd.config.user_code import LOGGERS as GROUP
-from async_opd.config.user_code import TRANSPORTS as TRANSPORT
 from async_opd.core.errors import Findings, in_words
 from async_opd.core.row import Row
 from async_opd.environments.kinds import EXTRA
@@ -43,20 +43,22 @@ def check_user_code(config: RunConfig, found: Findings, load: bool) -> None:
         if name in LOGGERS and find_spec(name) is None:
             message = f"{name} is not installed"
             found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
-    named = [("log.loggers", name, GROUP) for name in config.log.loggers if name not in LOGGERS]
+    named = [
+        ("log.loggers", name, LOGGER_GROUP) for name in config.log.loggers if name not in LOGGERS
+    ]
     for name, teacher in config.teachers.items() if not load else ():
         if isinstance(teacher, EndpointTeacher) and teacher.api_key_env is not None:
             how = "its servers are not asked: async_opd check --load sends them their key"
             found.notes.append(f"teachers.{name}: {how}")
     if config.loss.kind == "user" and not load:
-        named.append(("loss.function", config.loss.function, LOSSES))
+        named.append(("loss.function", config.loss.function, LOSS_GROUP))
     if config.sync.backend not in ("auto", *TRANSPORTS):
-        named.append(("sync.backend", config.sync.backend, TRANSPORT))
+        named.append(("sync.backend", config.sync.backend, TRANSPORT_GROUP))
     for key, name, group in named:
         try:
             if not load:
                 find_user_code(name, group)
-            elif group == TRANSPORT:
+            elif group == TRANSPORT_GROUP:
                 user_transport(name)
             else:
                 fits(user_object(name, group), name, {}, Path())
@@ -104,7 +106,7 @@ def check_environment(config: RunConfig, found: Findings, load: bool, train: Ite
     else:
         for name in given.code:
             try:
-                find_user_code(name, ENVIRONMENTS)
+                find_user_code(name, ENVIRONMENT_GROUP)
             except UserCodeError as error:
                 found.add("environment", str(error), "put its module on PYTHONPATH")
 

@@ -22,9 +22,9 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-LOSSES, SOURCES = "async_opd.losses", "async_opd.sources"
-GRADERS, LOGGERS = "async_opd.graders", "async_opd.loggers"
-TRANSPORTS, ENVIRONMENTS = "async_opd.transports", "async_opd.environments"
+LOSS_GROUP, SOURCE_GROUP = "async_opd.losses", "async_opd.sources"
+GRADER_GROUP, LOGGER_GROUP = "async_opd.graders", "async_opd.loggers"
+TRANSPORT_GROUP, ENVIRONMENT_GROUP = "async_opd.transports", "async_opd.environments"
 """The groups of entry points; one of a transport names a module."""
 ENDS = ("DEVICES", "sender", "receiver")
 """The names that the module of a transport has."""
@@ -79,7 +79,7 @@ def user_transport(name: str) -> ModuleType:
     """Imports ``module:`` or an entry point. UserCodeError if it is not a transport's module."""
     place = name.removesuffix(":")
     try:
-        points = _entry_points(name, TRANSPORTS)
+        points = _entry_points(name, TRANSPORT_GROUP)
         found = points[0].load() if points else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise UserCodeError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
@@ -98,7 +98,7 @@ def find_user_code(name: str, group: str) -> None:
     if ":" not in name:
         point = _entry_point(name, group)
         module, path = point.module, point.attr
-    bound = ENDS if group == TRANSPORTS else (path.partition(".")[0],)
+    bound = ENDS if group == TRANSPORT_GROUP else (path.partition(".")[0],)
     try:
         file = Path(module) if module.endswith(".py") else _file_of(module)
     except (ImportError, ValueError, AttributeError) as error:

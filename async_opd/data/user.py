@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from async_opd.config.sections.section import Name
-from async_opd.config.user_code import SOURCES, UserCodeError, fits, user_object
+from async_opd.config.user_code import SOURCE_GROUP, UserCodeError, fits, user_object
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.data.fields import RowSource, row_error
@@ -37,7 +37,7 @@ class UserSource(RowSource):
         """See PromptSource.rows. Rows before ``start`` are made and dropped."""
         number = start - 1
         try:
-            function = user_object(self.function, SOURCES)
+            function = user_object(self.function, SOURCE_GROUP)
             fits(function, self.function, **self.options)
             for number, entry in enumerate(islice(function(**self.options), start, None), start):
                 try:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 from async_opd.config.sections.environment import EnvironmentConfig
-from async_opd.config.user_code import ENVIRONMENTS, UserCodeError, user_object
+from async_opd.config.user_code import ENVIRONMENT_GROUP, UserCodeError, user_object
 from async_opd.core.environments import AssistantMessage, Message, Opening, Outcome, ToolCall
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
@@ -144,7 +144,7 @@ def kind_of(config: EnvironmentConfig) -> Callable[[], Played]:
         if config.kind == "gymnasium":
             return _gymnasium(config)
         assert config.factory is not None
-        factory = user_object(config.factory, ENVIRONMENTS)
+        factory = user_object(config.factory, ENVIRONMENT_GROUP)
     except UserCodeError as error:
         cause = str(error).removeprefix(f"{config.factory} cannot be loaded: ")
         raise StageError("environment", cause, "put its module on PYTHONPATH") from error

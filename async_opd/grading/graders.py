@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from async_opd.config.sections.environment import ENVIRONMENT
 from async_opd.config.user_code import (
-    GRADERS,
+    GRADER_GROUP,
     find_in_file,
     find_user_code,
     module_in,
@@ -197,7 +197,7 @@ def find_grader(name: str) -> None:
     if place.endswith(".py"):
         find_in_file(Path(place), (function,), name)
     else:
-        find_user_code(f"{place}:{function}" if place else name, GRADERS)
+        find_user_code(f"{place}:{function}" if place else name, GRADER_GROUP)
 
 
 def _place_of(name: str) -> tuple[str, str]:
@@ -209,12 +209,12 @@ def _place_of(name: str) -> tuple[str, str]:
 def _function(name: str) -> Any:
     """The function that ``module:function`` or ``file.py:function`` names."""
     place, function = _place_of(name)
-    if not place and names_user_code(name, GRADERS):
-        return user_object(name, GRADERS)
+    if not place and names_user_code(name, GRADER_GROUP):
+        return user_object(name, GRADER_GROUP)
     if not place:
         raise ValueError(
             f"{name!r} is none of {KNOWN}, module:function, file.py:function and an entry point of "
-            f"{GRADERS}"
+            f"{GRADER_GROUP}"
         )
     if not place.endswith(".py"):
         return getattr(importlib.import_module(place), function)

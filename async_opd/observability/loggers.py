@@ -21,8 +21,7 @@ from typing import Any, Protocol
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
 from async_opd.config.sections.log import LOGGERS
-from async_opd.config.user_code import LOGGERS as GROUP
-from async_opd.config.user_code import user_object
+from async_opd.config.user_code import LOGGER_GROUP, user_object
 from async_opd.core.nesting import leaves
 from async_opd.files.safe_open import make_folder
 from async_opd.observability.logged_run import LoggedRun, is_evaluation
@@ -143,7 +142,7 @@ def _sink(name: str, config: RunConfig, run_dir: Path, resumed: bool) -> Threade
 
 def _of_user(name: str, config: RunConfig, run_dir: Path) -> Recorder:
     """The result of a user's function of the config, as plain data, and the run directory."""
-    made: Recorder = user_object(name, GROUP)(
+    made: Recorder = user_object(name, LOGGER_GROUP)(
         config.model_dump(mode="json", by_alias=True), run_dir
     )
     return made

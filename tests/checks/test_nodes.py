@@ -19,7 +19,7 @@ from async_opd.checks.nodes import (
     report,
 )
 from async_opd.config.sections.evaluation import GradingConfig
-from async_opd.config.user_code import LOSSES, TRANSPORTS
+from async_opd.config.user_code import LOSS_GROUP, TRANSPORT_GROUP
 from async_opd.grading.grader_pool import GraderSpec
 
 VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "vllm": "0.32.0", "ray": "2.60.0"}
@@ -248,7 +248,7 @@ def test_code_of_users_is_imported_in_a_process_that_may_do_anything(
 ) -> None:
     (tmp_path / f"{module}_of_a_user.py").write_text(MODULES[module])
     monkeypatch.syspath_prepend(tmp_path)
-    named = {"loss.function": (f"{module}_of_a_user:f", LOSSES)}
+    named = {"loss.function": (f"{module}_of_a_user:f", LOSS_GROUP)}
     bound_s = 0.1 if module == "hangs" else 60
     found = report("n", replace(probe, code=named, bound_s=bound_s), False).code
     assert list(found) == (["loss.function"] if fault else [])
@@ -267,5 +267,5 @@ def test_a_transport_lacks_an_end(
 ) -> None:
     (tmp_path / "one_end.py").write_text("def sender(): pass")
     monkeypatch.syspath_prepend(tmp_path)
-    given = replace(probe, code={"sync.backend": ("one_end:", TRANSPORTS)})
+    given = replace(probe, code={"sync.backend": ("one_end:", TRANSPORT_GROUP)})
     assert "not a module with DEVICES, receiver" in report("n", given, False).code["sync.backend"]

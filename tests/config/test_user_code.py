@@ -12,8 +12,8 @@ from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.user_code import (
-    GRADERS,
-    LOGGERS,
+    GRADER_GROUP,
+    LOGGER_GROUP,
     MAX_PARSED_BYTES,
     UserCodeError,
     find_user_code,
@@ -76,16 +76,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_object_is_named_by_its_file(tmp_path: Path) -> None:
     file = tmp_path / "package_of_a_user.py"
-    find_user_code(f"{file}:short", GRADERS)
-    assert user_object(f"{file}:short", GRADERS)("ab", None) == 1.0
+    find_user_code(f"{file}:short", GRADER_GROUP)
+    assert user_object(f"{file}:short", GRADER_GROUP)("ab", None) == 1.0
 
 
 @pytest.mark.parametrize("name", ["package_of_a_user.py:long", "lacking.py:short"])
 def test_an_object_that_is_not_in_its_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserCodeError, match="cannot be found"):
-        find_user_code(str(tmp_path / name), GRADERS)
+        find_user_code(str(tmp_path / name), GRADER_GROUP)
     with pytest.raises(UserCodeError, match="cannot be loaded"):
-        user_object(str(tmp_path / name), GRADERS)
+        user_object(str(tmp_path / name), GRADER_GROUP)
 
 
 @pytest.mark.parametrize("name", ["brief", "package_of_a_user:short"])
@@ -130,7 +130,7 @@ def test_a_name_without_an_entry_point_is_refused_with_those_that_are_installed(
         with pytest.raises(
             UserCodeError, match=r"'keptt' of async_opd.loggers \(installed: .*kept"
         ):
-            use("keptt", LOGGERS)
+            use("keptt", LOGGER_GROUP)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_name_without_an_entry_point_is_refused_with_those_that_are_installed(
 )
 def test_a_module_that_binds_the_name_is_found(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / "found_here.py").write_text(text)
-    find_user_code(f"found_here:{name}", LOGGERS)
+    find_user_code(f"found_here:{name}", LOGGER_GROUP)
 
 
 @pytest.mark.parametrize(
@@ -165,27 +165,27 @@ def test_a_module_that_cannot_have_the_name_is_refused(
 ) -> None:
     (tmp_path / "found_here.py").write_text(text)
     with pytest.raises(UserCodeError, match=cause):
-        find_user_code("found_here:other", LOGGERS)
+        find_user_code("found_here:other", LOGGER_GROUP)
 
 
 @pytest.mark.parametrize("module", ["", "no_such", "package_of_a_user.inner", "a..b", "__main__"])
 def test_a_module_that_is_not_there_is_refused(module: str) -> None:
     with pytest.raises(UserCodeError, match="cannot be found: "):
-        find_user_code(f"{module}:f", LOGGERS)
+        find_user_code(f"{module}:f", LOGGER_GROUP)
 
 
 def test_a_module_in_a_folder_without_init_and_one_of_c_are_found(tmp_path: Path) -> None:
     (tmp_path / "bare" / "inner").mkdir(parents=True)
     (tmp_path / "bare" / "inner" / "leaf.py").write_text("def f(): ...")
-    find_user_code("bare.inner.leaf:f", LOGGERS)
-    find_user_code("math:sqrt", LOGGERS)
+    find_user_code("bare.inner.leaf:f", LOGGER_GROUP)
+    find_user_code("math:sqrt", LOGGER_GROUP)
 
 
 def test_a_module_in_an_archive_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("in_archive.py", "def f(): ...")
     monkeypatch.syspath_prepend(str(tmp_path / "archive.zip"))
-    find_user_code("in_archive:f", LOGGERS)
+    find_user_code("in_archive:f", LOGGER_GROUP)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from async_opd.config.user_code import LOSSES, UserCodeError, fits, user_object
+from async_opd.config.user_code import LOSS_GROUP, UserCodeError, fits, user_object
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 Slopes = tuple[torch.Tensor, torch.Tensor]
@@ -33,7 +33,7 @@ def user_divergence(name: str, options: Mapping[str, Any]) -> DivergenceFunction
     Two rows of three outcomes are evaluated in float64, and the slopes compared with central
     differences. UserCodeError for what cannot be loaded or called, and for wrong shapes or slopes.
     """
-    function = user_object(name, LOSSES)
+    function = user_object(name, LOSS_GROUP)
     log_p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64).log()
     log_q = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.3, 0.1]], dtype=torch.float64).log()
     fits(function, name, log_p, log_q, **options)

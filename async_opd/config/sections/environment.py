@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from async_opd.config.sections.section import Count, Name, Section
-from async_opd.config.user_code import ENVIRONMENTS, names_user_code
+from async_opd.config.user_code import ENVIRONMENT_GROUP, names_user_code
 
 ENVIRONMENT = "environment"
 """The grader, and the stage in errors, that is an environment."""
@@ -103,7 +103,7 @@ class EnvironmentConfig(Section):
         if (
             self.kind == "class"
             and self.factory
-            and not names_user_code(self.factory, ENVIRONMENTS)
+            and not names_user_code(self.factory, ENVIRONMENT_GROUP)
         ):
             yield _not_code("factory", self.factory)
         for tool in self.tools if self.kind == "tools" else ():

@@ -7,8 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from async_opd.config.sections.section import Name, Section
-from async_opd.config.user_code import LOGGERS as GROUP
-from async_opd.config.user_code import names_user_code
+from async_opd.config.user_code import LOGGER_GROUP, names_user_code
 from async_opd.core.reports import Level
 
 LOGGERS = ("tensorboard", "mlflow", "trackio")
@@ -76,7 +75,7 @@ class LogConfig(Section):
         if len(set(value)) < len(value):
             raise ValueError("a logger is named twice; name each once")
         for name in value:
-            if name not in LOGGERS and not names_user_code(name, GROUP):
+            if name not in LOGGERS and not names_user_code(name, LOGGER_GROUP):
                 known = ", ".join(LOGGERS)
                 raise ValueError(f"{known}, module:function or an entry point, not {name!r}")
         return value

@@ -12,13 +12,12 @@ from pydantic import Field, PlainSerializer, WrapValidator, field_validator, mod
 from async_opd.config.precision import FakeQuantization
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.sections.section import Count, Section
-from async_opd.config.user_code import TRANSPORTS as GROUP
-from async_opd.config.user_code import names_user_code
+from async_opd.config.user_code import TRANSPORT_GROUP, names_user_code
 
 
 def _or_of_user(value: Any, known: Callable[[Any], Any]) -> Any:
     """A transport of a user's package as it is, without an import of it."""
-    if isinstance(value, str) and names_user_code(value, GROUP):
+    if isinstance(value, str) and names_user_code(value, TRANSPORT_GROUP):
         return value
     return known(value)
 

@@ -16,7 +16,7 @@ import numpy as np
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.environment import ENVIRONMENT
-from async_opd.config.user_code import GRADERS, names_user_code
+from async_opd.config.user_code import GRADER_GROUP, names_user_code
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row
 from async_opd.core.samples import Prompt
@@ -93,7 +93,7 @@ def _by_source(parts: Sequence[Sequence[Row]]) -> dict[str, list[Row]]:
 def _can_be_graded(config: RunConfig, rows: Sequence[Row]) -> bool:
     """Whether some row has an answer or a verifier; a user's code may need neither."""
     grader = config.eval.grader
-    if rows and (grader == ENVIRONMENT or names_user_code(grader, GRADERS)):
+    if rows and (grader == ENVIRONMENT or names_user_code(grader, GRADER_GROUP)):
         return True
     return any(row.answer is not None or has_verifier(row) for row in rows)
 
