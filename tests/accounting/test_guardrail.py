@@ -141,3 +141,12 @@ def test_the_remedy_is_for_the_limit_that_is_exceeded(bad: dict[str, float], wor
         guard.enforce(7, guard.observe(bad))
     assert raised.value.remedy.startswith(words)
     assert raised.value.remedy.count("train.lr") + raised.value.remedy.count("finer") == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "findings"), [("stop", []), ("roll_back", []), ("warn", ["long"])]
+)
+def test_a_run_goes_on_without_findings_and_with_those_that_are_only_reported(
+    mode: str, findings: list[str]
+) -> None:
+    guardrail(mode=mode).enforce(7, findings)

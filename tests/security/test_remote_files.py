@@ -14,7 +14,7 @@ from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.data.files import FileSource
 from async_opd.data.stored_rows import read_source
-from async_opd.files.remote import RemoteFile
+from async_opd.files.remote import Changed, RemoteFile
 from tests.fuzz.command import bounded, command
 from tests.security.hostile_data import GOOD, lines
 
@@ -59,6 +59,13 @@ def test_only_regular_files_are_opened(bucket: Path, make: Make, use: str) -> No
     with bounded(), pytest.raises(OSError, match=r"symbolic link|not a regular file|directory"):
         USES[use](at(bucket / "it"))
     assert (bucket.parent / "private").read_bytes() == PRIVATE
+
+
+def test_a_file_may_have_as_many_bytes_as_are_read(bucket: Path) -> None:
+    (bucket / "it").write_bytes(b"12345")
+    assert at(bucket / "it").read(5) == b"12345"
+    with pytest.raises(Changed, match="more than 4 bytes"):
+        at(bucket / "it").read(4)
 
 
 def test_a_device_is_not_read() -> None:
