@@ -75,7 +75,7 @@ def test_the_transport_is_chosen_by_the_config_and_sends_weights(changed: Path) 
         changed,
         """
 import threading, torch
-from async_opd.config.sections.train import SyncConfig
+from async_opd.config.sections.sync import SyncConfig
 from rollouter.transports import chosen, transport
 from trainer.publisher import Publisher
 

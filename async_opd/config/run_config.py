@@ -37,8 +37,9 @@ from async_opd.config.sections.reliability import (
 )
 from async_opd.config.sections.rollout import RolloutConfig, StudentConfig
 from async_opd.config.sections.section import CHECK_NAMES, Name, Section
+from async_opd.config.sections.sync import AsyncConfig, SyncConfig
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
-from async_opd.config.sections.train import AsyncConfig, SyncConfig, TrainConfig
+from async_opd.config.sections.train import TrainConfig
 
 
 class SizesError(ValueError):

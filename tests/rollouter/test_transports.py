@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from async_opd.config.registry import TRANSPORTS
-from async_opd.config.sections.train import SyncConfig
+from async_opd.config.sections.sync import SyncConfig
 from async_opd.core.errors import StageError
 from async_opd.weight_sync.layout import WeightMeta
 from rollouter.transports import chosen, chunks, transport
