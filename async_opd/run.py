@@ -21,8 +21,8 @@ import uvloop
 from async_opd.checkpoint.earlier_run import (
     is_completed,
     refuse_another,
+    refuse_begun_in_other_format,
     refuse_mirrored,
-    refuse_other_format,
     take_mirrored,
 )
 from async_opd.checkpoint.resume import identity
@@ -67,7 +67,7 @@ def run(ready: Prepared, resume: bool = False, viewers: Sequence[Sink] = ()) -> 
     mirror = config.checkpoint.mirror
     taken: list[str] = []
     if resume:
-        refuse_other_format(run_dir)
+        refuse_begun_in_other_format(run_dir)
     if mirror is not None and resume:
         with private_files(), run_lock(run_dir):
             write_run_format(run_dir)

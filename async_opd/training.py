@@ -98,7 +98,7 @@ class Training:
             self.pipeline.log_rows()
             if not self.job.config.checkpoint.on_exit:
                 return
-            with self._waits.on("the last checkpoint", bound_s):
+            with self.job.waits.on("the last checkpoint", bound_s):
                 async with asyncio.timeout(bound_s):
                     await self._check_trainer_alive()
                     await self.pipeline.checkpoint()

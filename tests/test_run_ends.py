@@ -345,7 +345,7 @@ def test_a_checkpoint_that_cannot_be_had_at_the_end_does_not_replace_the_error(
     distilling.error = StageError("teacher", "it is gone")
     run(ready(quiet(tmp_path)))
     log = (tmp_path / "run.log").read_text()
-    assert "no checkpoint at the end" in log
+    assert "no checkpoint at the end, --resume takes the one before: no checkpoint of this" in log
     assert "failed: teacher: it is gone" in log
 
 

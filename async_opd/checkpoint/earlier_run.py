@@ -108,7 +108,7 @@ def outputs(config: RunConfig) -> list[str]:
     return [*always, *(name for name, written in optional.items() if written)]
 
 
-def refuse_other_format(run_dir: Path) -> None:
+def refuse_begun_in_other_format(run_dir: Path) -> None:
     """ConfigError for a directory in which a run of another version's format has begun."""
     if left_in(run_dir) or (run_dir / FORMAT_FILE).exists():
         refuse_other_formats(run_dir)

@@ -212,7 +212,7 @@ class Checkpoints:
         return f"the run has gone on without step {step}: it is skipped, and is now {left.name}"
 
     def load(self, step: int) -> Checkpoint:
-        """See ``load``, of this step's."""
+        """The checkpoint of this step: see ``load``. CheckpointError if it is damaged."""
         return load(self.folder / f"step_{step}")
 
     def newest(self, notify: Callable[[str], None]) -> Checkpoint | None:

@@ -1,4 +1,4 @@
-"""Checks of code that a config names: graders, environments, loggers, what reaches the mirror."""
+"""Checks of code that a config names, of a user or a package: graders, losses, transports, …"""
 
 from __future__ import annotations
 

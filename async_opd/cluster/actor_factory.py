@@ -62,7 +62,7 @@ def discard(text: str) -> None:
 
 @dataclass
 class ActorFactory:
-    """Starts each kind of actor; ``close`` ends all that it started."""
+    """Starts processes and engines; ``close`` ends all that it started."""
 
     config: RunConfig
     device: Device

@@ -41,7 +41,7 @@ async def ray_processes(
     notify: Callable[[str], None],
     only: Collection[str] | None = None,
     waits: Waits | None = None,
-) -> AsyncIterator[tuple[ActorFactory, Callable[[], object]]]:
+) -> AsyncIterator[tuple[ActorFactory, Callable[[], None]]]:
     """Starts Ray and reserves GPUs, of ``only`` some pools; at the end ends all processes.
 
     Yields the factory, and a call that tracks those of a local cluster, once all are started.
@@ -55,7 +55,7 @@ async def ray_processes(
         await race(ClusterWatch(notify).run(), _prepare(actor_factory, only))
         lost = False
         try:
-            yield actor_factory, int if reaper is None else reaper.track_descendants
+            yield actor_factory, (lambda: None) if reaper is None else reaper.track_descendants
         except HeadLost:  # Ray ends all processes, and this one soon: its record comes first
             lost = True
             raise

@@ -82,7 +82,7 @@ class RollouterActor(SingletonActor):
             ready = (_ready(student, actor_factory) for student in students)
             replicas = await gather_or_cancel(*ready)
         rollouter = cls(remote, actor_factory, replicas, *stages)
-        with waits.on(f"{remote.name} to start", bound):
+        with actor_factory.waiting(remote.name):
             await rollouter.build()
         actor_factory.stages.append(remote)
         with waits.on("the sync group of the replicas", bound):

@@ -11,8 +11,8 @@ from async_opd.checkpoint.earlier_run import (
     outputs,
     refuse_another,
     refuse_begun,
+    refuse_begun_in_other_format,
     refuse_mirrored,
-    refuse_other_format,
 )
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.store import FOLDER, Checkpoints
@@ -52,7 +52,7 @@ def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> 
 def _resumed(config: RunConfig, ready: Prepared, where: str, run_dir: Path) -> str:
     """Where a resumed run would go on, in words. ConfigError for a run of another config."""
     mirror = config.checkpoint.mirror
-    refuse_other_format(run_dir)
+    refuse_begun_in_other_format(run_dir)
     local, _ = with_cached_data(with_cached(config, [])[0], where, [])
     sources = [*local.data.train, *local.data.eval]
     if any(one.is_hub_id for one in named_models(local)) or any(one.absent for one in sources):

@@ -5,6 +5,7 @@ Engines of a single teacher are started alone, to compare it or to ask it: its c
 
 from __future__ import annotations
 
+from asyncio import to_thread
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -101,9 +102,12 @@ class ToolEngines:
             return await race(asked, endless(stage, engines.run(), "before it had answered"))
 
     async def evaluated(
-        self, config: RunConfig, evaluation: Evaluation, as_teacher: bool
+        self, config: RunConfig, evaluation: Evaluation, answers_file: str, as_teacher: bool
     ) -> EvaluationResult:
-        """The evaluation of the student. ``as_teacher``: it reads teachers' prompts. StageError."""
+        """The evaluation of the student, which is recorded and closed here. StageError.
+
+        ``as_teacher``: it reads teachers' prompts.
+        """
 
         async def asked(stage: RollouterStage) -> EvaluationResult:
             async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
@@ -112,7 +116,12 @@ class ToolEngines:
 
             return await evaluation.run(answers, "eval")
 
-        return await self.of_student(config, "evaluation", asked, evaluation.requests)
+        try:
+            found = await self.of_student(config, "evaluation", asked, evaluation.requests)
+            await to_thread(evaluation.record, answers_file, found)
+        finally:  # in the loop in which graders' processes were started
+            evaluation.close()
+        return found
 
     async def of_teacher(
         self,

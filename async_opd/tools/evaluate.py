@@ -119,11 +119,7 @@ def evaluate(
             message = f"data.eval has no prompts for teacher {teacher}"
             raise ConfigError.of("data.eval", message, "add some", where)
         engines = ToolEngines(device, text.response_ends(), _say)
-        try:
-            measured = uvloop.run(engines.evaluated(evaluated, made, teacher is not None))
-            made.record(ANSWERS, measured)
-        finally:
-            made.close()
+        measured = uvloop.run(engines.evaluated(evaluated, made, ANSWERS, teacher is not None))
         metrics: dict[str, float] = measured.metrics
         write_atomically(out / RESULT, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
     return metrics

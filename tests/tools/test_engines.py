@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +123,26 @@ def test_other_teachers_are_whole_as_they_are() -> None:
     assert with_whole_teacher(teachers, "anchor") is None
     assert with_whole_teacher(teachers, "sees") is None
     assert with_whole_teacher(config(READS % "", SEES), "reads") is None
+
+
+async def test_an_evaluation_is_closed_in_the_loop_that_made_it_though_its_engines_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The processes of its graders belong to that loop."""
+
+    @asynccontextmanager
+    async def started(*_: Any, **__: Any) -> AsyncIterator[Hangs]:
+        yield Hangs()
+
+    def close() -> None:
+        closed_in.append(asyncio.get_running_loop())
+
+    closed_in = list[asyncio.AbstractEventLoop]()
+    monkeypatch.setattr(launch_parts, "launch_evaluators", started)
+    evaluation: Any = SimpleNamespace(
+        requests=1, close=close, run=lambda *_: asyncio.Event().wait()
+    )
+    engines = ToolEngines("cpu", (), print)
+    with pytest.raises(StageTimeout):
+        await engines.evaluated(run_config(timeouts={"stall_s": 0.1}), evaluation, "answers", False)
+    assert closed_in == [asyncio.get_running_loop()]

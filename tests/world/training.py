@@ -49,7 +49,6 @@ class FakeTraining(Training):
     trainer: Any = SavingTrainer()
 
     def __post_init__(self) -> None:
-        self._waits = self.job.waits
         self.pipeline: Any = SimpleNamespace(
             is_trained=self.trained,
             has_weights=self.has_weights,

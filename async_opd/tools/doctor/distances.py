@@ -155,7 +155,7 @@ class PrecisionBias:
 
     P is the teacher with the weights of its files, L the same in the run's precision, Q the
     student. The responses are sampled from the student at temperature 1, as those of a run are, and
-    the sums go over tokens by P. Both are lower bounds by top-k (see ``Positions``).
+    the sums go over tokens by P. Both are lower bounds by top-k (see above).
     ``share`` is bias / signal, whose denominator is the signal of the teacher of whole precision;
     None without a signal: this teacher is the student.
     """
