@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Ray gives its workers niceness 15. A test beside them that computes in a process of its own takes
 # 28 times their share of a core: engines that start in a minute alone then took more than ten.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Two workers of xdist share two cores, and torch has as many threads in each.
+# Two or three workers of xdist share two cores, and torch has as many threads in each.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -33,7 +33,7 @@ def pytest_collection() -> Iterator[None]:
 
     Of 18 s of processor time in each of xdist's workers, 7 were the collector's, which finds
     nothing among the modules of torch, transformers and Ray; the tests' own time is a tenth less.
-    Later ones are for 20,000 new objects in place of 700: a twentieth less.
+    Later collections come after 20,000 new objects, not 700: a twentieth less.
     """
     gc.disable()
     try:

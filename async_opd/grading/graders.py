@@ -317,7 +317,7 @@ def math_verify(response: str, row: Row) -> Grade:
 BUILT_IN: dict[str, Grader] = {"exact": exact, "gsm8k": gsm8k, "math_verify": math_verify}
 """Graders by their names in ``eval.grader``."""
 PACKAGES = {"math_verify": "math_verify"}
-"""Of graders that need one, which is imported when the grader is loaded."""
+"""The package of a grader that needs one: it is imported when the grader is loaded."""
 KNOWN = ", ".join([*BUILT_IN, f"{REGEX}:PATTERN"])
 """The graders that need no code of the user, for messages."""
 

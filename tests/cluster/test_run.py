@@ -35,7 +35,7 @@ EXACT = "train.export_dtype=float32"
 """The engines' precision on a CPU: rounded to the student's bfloat16, 2 of 100 answers differ."""
 DONE = ["rollout.replicas=2", "async.max_version_lag=0", BEST, "checkpoint.every_steps=3", EXACT]
 BOUND_S = 900
-"""Above all that a run takes beside another one: two at a time have taken 300 s for one of 35."""
+"""Above all that a run takes beside two others: two at a time have taken 300 s for one of 35."""
 
 
 @dataclass

@@ -94,7 +94,6 @@ async def shared() -> AsyncIterator[Environments]:
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestAnEpisode:
-    @pytest.mark.slow
     async def test_has_its_own_state_beside_others_of_the_process(
         self, shared: Environments
     ) -> None:
@@ -156,12 +155,16 @@ class TestAFault:
     async def test_of_a_hanging_step_reaches_a_neighbour_in_the_middle_of_a_call(
         self, pool: Pool
     ) -> None:
-        bad, good = await opened(pool(timeouts={"step_s": 0.7}), 2)
-        hangs = asyncio.create_task(bad.step(call("do", what="hang")))
+        """The neighbour's call hangs too, but has a minute."""
+        environments = pool(timeouts={"step_s": 0.7, "reset_s": 60})
+        (bad,) = await opened(environments)
+        good = await environments.open()
+        begins = asyncio.create_task(good.reset(row("0:1", then="hang"), 1))
         await settle()
-        assert isinstance(await end_of(good, call("do", what="hang")), Collateral)
         with pytest.raises(RolloutFault, match=r"timeouts\.step_s"):
-            await hangs
+            await bad.step(call("do", what="hang"))
+        with pytest.raises(Collateral):
+            await begins
 
     async def test_of_a_reset_that_hangs_names_its_bound(self, pool: Pool) -> None:
         with pytest.raises(RolloutFault, match=r"reset took longer than 0\.5 s.*reset_s"):

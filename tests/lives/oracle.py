@@ -25,7 +25,9 @@ NOT_MEASURED = re.compile(r"steps? (\d+)(?: to (\d+))?: .*evaluation")
 THRESHOLD = re.compile(r"life: the staleness threshold is ([\d.]+)$")
 EVALUATED = re.compile(r"step (\d+), versions? [^:]*: eval/")
 RESUMED = re.compile(r"going on after step (\d+),|the run goes on after step (\d+)$")
-NOT_WRITTEN = re.compile(r"no checkpoint of step \d+, the run goes on: \w+(?:Error|Exception): .*")
+NOT_WRITTEN = re.compile(
+    r"no checkpoint of step \d+, the run goes on: \w+(?:Error|Exception|Group): .*"
+)
 """Of an error that has a type there: neither of a file nor of a stage, which faults cause."""
 CLOSE = 1e-5
 

@@ -20,15 +20,19 @@ async def ordered(orders: Orders[str], index: int) -> tuple[int, asyncio.Task[st
     return order.number, waiting
 
 
-async def test_an_order_is_answered_with_a_replica_or_the_error_of_its_start() -> None:
+async def test_an_order_is_answered_with_a_replica() -> None:
     orders = Orders[str]()
     number, waiting = await ordered(orders, 3)
     orders.answer(number, "student/3")
-    assert await waiting == "student/3"
+    assert await asyncio.wait_for(waiting, 5) == "student/3"
+
+
+async def test_an_order_is_answered_with_the_error_of_a_start() -> None:
+    orders = Orders[str]()
     number, waiting = await ordered(orders, 4)
     orders.answer(number, StageError("student/4", "no GPU is left"))
     with pytest.raises(StageError, match="no GPU is left"):
-        await waiting
+        await asyncio.wait_for(waiting, 5)
 
 
 async def test_later_orders_have_larger_numbers() -> None:
@@ -38,7 +42,7 @@ async def test_later_orders_have_larger_numbers() -> None:
     assert two > one
     for number, waiting in ((one, first), (two, second)):
         orders.answer(number, "student")
-        await waiting
+        await asyncio.wait_for(waiting, 5)
 
 
 async def test_an_answer_to_a_cancelled_order_is_ignored() -> None:

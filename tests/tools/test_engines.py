@@ -37,12 +37,13 @@ class Hangs:
         return Progress(0)
 
 
-async def test_engines_that_compute_no_token_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    @asynccontextmanager
-    async def started(*_: Any, **__: Any) -> AsyncIterator[Hangs]:
-        yield Hangs()
+@asynccontextmanager
+async def hanging(*_: Any, **__: Any) -> AsyncIterator[Hangs]:
+    yield Hangs()
 
-    monkeypatch.setattr(launch_parts, "launch_evaluators", started)
+
+async def test_engines_that_compute_no_token_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_parts, "launch_evaluators", hanging)
     config = run_config(timeouts={"stall_s": 0.1})
     asking = ToolEngines("cpu", (), print).of_student(config, "probe", lambda one: one.run(), 1)
     with pytest.raises(StageTimeout, match=r"probe: .* no new token for 0\.1 s"):
@@ -125,24 +126,20 @@ def test_other_teachers_are_whole_as_they_are() -> None:
     assert with_whole_teacher(config(READS % "", SEES), "reads") is None
 
 
-async def test_an_evaluation_is_closed_in_the_loop_that_made_it_though_its_engines_fail(
+async def test_an_evaluation_is_closed_in_the_loop_of_its_engines_though_they_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The processes of its graders belong to that loop."""
-
-    @asynccontextmanager
-    async def started(*_: Any, **__: Any) -> AsyncIterator[Hangs]:
-        yield Hangs()
+    """It has started the processes of the graders."""
 
     def close() -> None:
         closed_in.append(asyncio.get_running_loop())
 
     closed_in = list[asyncio.AbstractEventLoop]()
-    monkeypatch.setattr(launch_parts, "launch_evaluators", started)
+    monkeypatch.setattr(launch_parts, "launch_evaluators", hanging)
     evaluation: Any = SimpleNamespace(
         requests=1, close=close, run=lambda *_: asyncio.Event().wait()
     )
-    engines = ToolEngines("cpu", (), print)
+    engines, config = ToolEngines("cpu", (), print), run_config(timeouts={"stall_s": 0.1})
     with pytest.raises(StageTimeout):
-        await engines.evaluated(run_config(timeouts={"stall_s": 0.1}), evaluation, "answers", False)
+        await asyncio.wait_for(engines.evaluated(config, evaluation, "answers", False), 10)
     assert closed_in == [asyncio.get_running_loop()]

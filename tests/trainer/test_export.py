@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError
@@ -16,7 +15,7 @@ from trainer.build import build_learner
 from trainer.learner import Learner
 from trainer.saving.export import export_checkpoint
 from trainer.saving.shards import Stamp, write_shard
-from trainer.saving.state import copy_parts, frozen_digest, stored_state
+from trainer.saving.state import copy_parts, frozen_digest
 
 LORA = {"rank": 4, "alpha": 8}
 
@@ -76,19 +75,3 @@ def test_a_checkpoint_of_another_model_is_refused(student: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match="another model"):
         export_checkpoint(config_of(student, lora=LORA), checkpoint, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
-
-
-@pytest.mark.parametrize(
-    ("frozen", "names"),
-    [
-        (False, ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]),
-        (True, ["bias"]),
-    ],
-)
-def test_a_checkpoint_has_all_of_a_model_or_the_trained_part(
-    frozen: bool, names: list[str]
-) -> None:
-    """Buffers too: the frozen rest, with its buffers, comes from the student's own files."""
-    model = torch.nn.BatchNorm1d(2)
-    model.weight.requires_grad_(not frozen)
-    assert [name for name, _ in stored_state(model)] == names

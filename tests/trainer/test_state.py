@@ -44,6 +44,7 @@ from trainer.saving.sample_file import (
     write_scored,
 )
 from trainer.saving.shards import Shards
+from trainer.saving.state import stored_state
 from trainer.stage import TrainerStage
 
 KEYS = (3, 4, 5)
@@ -292,3 +293,19 @@ def test_samples_of_a_version_that_knew_no_rest_are_read(tmp_path: Path) -> None
     (sample,) = read_samples(tmp_path / "old")
     assert isinstance(sample.scores, TopK)
     assert sample.scores.rest_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("frozen", "names"),
+    [
+        (False, ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]),
+        (True, ["bias"]),
+    ],
+)
+def test_a_checkpoint_has_all_of_a_model_or_the_trained_part(
+    frozen: bool, names: list[str]
+) -> None:
+    """Buffers too: the frozen rest, with its buffers, comes from the student's own files."""
+    model = torch.nn.BatchNorm1d(2)
+    model.weight.requires_grad_(not frozen)
+    assert [name for name, _ in stored_state(model)] == names

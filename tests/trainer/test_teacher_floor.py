@@ -142,6 +142,7 @@ def test_a_floor_is_refused_where_the_loss_is_finite_without_one(values: dict[st
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_every_divergence_refuses_a_floor_or_has_it_in_its_loss(kind: str) -> None:
+    config(kind, None)
     try:
         floored = config(kind, -10.0)
     except ValidationError:

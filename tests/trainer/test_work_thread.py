@@ -65,7 +65,6 @@ async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
         write={},
         restore=(1, 1),
     )
-    learner.state = learner
     publisher: Any = Threads()
     batcher: Any = Batcher()
     stage = bare_stage(learner, batcher, publisher)

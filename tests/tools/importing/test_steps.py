@@ -161,9 +161,7 @@ def test_a_schedule_of_torch_that_is_not_here_is_named(kind: str, differs: list[
     ("schedule", "steps", "named"),
     [("constant", 0, False), ("cosine", 7, False), ("linear", 7, True)],
 )
-def test_prime_rls_schedules_warm_up_but_the_constant_one(
-    schedule: str, steps: int, named: bool
-) -> None:
+def test_schedules_of_prime_rl_are_taken_or_named(schedule: str, steps: int, named: bool) -> None:
     keys = {"trainer.scheduler.type": schedule, "trainer.scheduler.warmup_steps": 7}
     draft = drafted("prime-rl", **keys)
     assert draft.ours["train.warmup_steps"] == steps
