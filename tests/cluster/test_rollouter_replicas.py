@@ -281,6 +281,7 @@ class Starting(Actor):
         self.notify = self.asked.append
         self.drop = self.dropped.append
         self.waits = Waits(self.asked.append)
+        self.waiting = lambda name: self.waits.on(name, 0.05)
         timeouts = self.config.timeouts.model_copy(update={"engine_start_s": 0.05})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
