@@ -19,7 +19,7 @@ LOCK ?= prefer
 # Where it is set, each of the hundred processes that tests start compiles all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 TWO := -n 2 --no-loadscope-reorder --dist
-# Tests with engines or Ray wait for half of their time, for a start or a timeout.
+# Tests with engines or Ray wait for half of their time, for a start or a timeout; fast ones for a tenth.
 THREE := -n 3 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 BOUNDED := tests/chaos/test_kills.py tests/chaos/test_sync.py
@@ -61,7 +61,7 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy & \
-	$(BIN)/pytest $(TWO) loadscope --hypothesis-profile=check \
+	$(BIN)/pytest $(THREE) loadscope --hypothesis-profile=check \
 		-m "not engine and not long and not slow"; \
 	tests=$$?; wait $$! && exit $$tests
 

@@ -122,6 +122,7 @@ async def test_a_write_that_is_abandoned_never_becomes_a_checkpoint(tmp_path: Pa
     assert checkpointer.store.steps() == [8]
 
 
+@pytest.mark.slow
 async def test_a_commit_after_its_timeout_is_reported_as_a_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
     checkpointer, trainer = writing(tmp_path, said, 1)

@@ -94,6 +94,7 @@ async def test_another_error_of_ray_is_not_tried_again(
     assert len(init.folders) == 1
 
 
+@pytest.mark.slow
 async def test_starts_with_a_slow_agent_go_on_while_one_more_fits_into_the_bound(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from tests.media.test_decode import IMAGES
 
 
 @pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.slow
 def test_a_server_decodes_the_same_pixels(name: str) -> None:
     from vllm.multimodal.media.image import ImageMediaIO
 

@@ -147,6 +147,7 @@ def test_check_says_what_is_wrong_in_a_few_words(
 
 
 @pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.slow
 def test_a_long_value_of_many_rows_is_not_held_once_for_each(tmp_path: Path, stored: bool) -> None:
     """``stored``: the file says that the column is a dictionary."""
     import pyarrow

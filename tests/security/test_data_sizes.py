@@ -103,6 +103,7 @@ def test_a_row_that_becomes_too_large_is_refused_before_it_becomes_objects(
 
 
 @pytest.mark.parametrize("name", ["bits", "texts"])
+@pytest.mark.slow
 def test_so_is_one_of_a_parquet_file(tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table(VALUES[name]()), file)
@@ -168,6 +169,7 @@ def test_a_footer_that_says_less_than_its_pages_is_not_believed(
             refuse_large_group(group, [False], opened)
 
 
+@pytest.mark.slow
 def test_rows_with_long_values_are_decoded_one_by_one(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     value = "x" * (33 << 20)

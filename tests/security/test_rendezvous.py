@@ -43,6 +43,7 @@ def silent(port: int, count: int, stack: ExitStack) -> list[socket.socket]:
     ]
 
 
+@pytest.mark.slow
 def test_a_member_joins_a_rendezvous_that_silent_connections_fill(
     rendezvous: RendezvousServer, stack: ExitStack
 ) -> None:
@@ -62,6 +63,7 @@ def test_the_oldest_unauthenticated_connection_is_closed_for_the_next_one(
     assert first.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_an_authenticated_member_is_not_closed_for_unauthenticated_connections(
     rendezvous: RendezvousServer, stack: ExitStack
 ) -> None:

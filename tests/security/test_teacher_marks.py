@@ -116,6 +116,7 @@ def test_an_answer_is_counted_in_pieces_as_in_one(answer: bytes, cut: int) -> No
         assert bool(found) == bool(less)
 
 
+@pytest.mark.slow
 async def test_large_answers_are_read_one_at_a_time() -> None:
     asked, running, most = replica(), 0, 0
     lock, both = threading.Lock(), threading.Barrier(2)

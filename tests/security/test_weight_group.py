@@ -160,6 +160,7 @@ def told(port: int, *said: bytes) -> bytes:
         (b'{"key": "0/0"}\n' * 10,),
     ],
 )
+@pytest.mark.slow
 def test_a_process_without_the_secret_reads_no_address(
     said: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def found() -> dict[Recomputation, Seen]:
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.slow
 def test_gradients_are_those_of_kept_ones(
     found: dict[Recomputation, Seen], kind: Recomputation
 ) -> None:
