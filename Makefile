@@ -1,5 +1,5 @@
 # make quickstart     installs what a run needs and distils two teachers into one student (CPU, ~6 minutes)
-# make test           installs everything and runs all tests but the long ones (16 minutes on 2 cores)
+# make test           installs everything and runs all tests but the long ones (15 minutes on 2 cores)
 # make test-long      runs the long tests: first runs whose heartbeats or syncs are bounded by seconds, one after the other;
 #                     then all others, two at a time (29 to 37 minutes on 2 cores)
 # make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
@@ -9,7 +9,7 @@
 # make docs           builds the site of docs/ into site/: open site/index.html (its search needs a server:
 #                     python -m http.server -d site)
 # make check          format, lint, types, layers and the fast tests, with a fifth of each property's
-#                     examples: what to run before a commit (2 minutes on 2 cores)
+#                     examples: what to run before a commit (90 seconds on 2 cores)
 
 PYTHON ?= python3
 BIN := .venv/bin
