@@ -5,7 +5,7 @@
 Every rank copies and reads its own parts only (``trainer.saving.shards`` says in which files they
 are), and no rank's part needs another's. ``TrainerState`` has all ranks do the same. A parameter
 that is not trained is not stored: it is what ``student.model`` holds. Learning rates are a function
-of the step (``trainer.learner``): there is no schedule to store.
+of the step (``trainer.learner``), so a schedule has no state.
 
 ``RankState`` has a rank's copy of its part, until a thread has written it beside training:
 

@@ -177,7 +177,7 @@ class PrecisionBias:
         return cls(len(moved), bias, signal, bias / signal if signal else None)
 
     def __str__(self) -> str:
-        share = "there is no signal" if self.share is None else f"{self.share:.1%} of the signal"
+        share = "the signal is 0:" if self.share is None else f"{self.share:.1%} of the signal"
         return (
             f"its precision has a bias of {self.bias:.2g} nats a token: {share} "
             f"KL(teacher ‖ student) {self.signal:.2g}, over {self.tokens} tokens"

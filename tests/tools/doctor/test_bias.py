@@ -66,7 +66,7 @@ def test_a_teacher_that_is_the_student_has_no_share_and_any_bias_is_too_large() 
     whole, low, _ = (scores(one, VOCABULARY) for one in drawn(0, 0.1))
     found = PrecisionBias.of(whole, low, whole)
     assert found.share is None
-    assert "there is no signal" in str(found)
+    assert "the signal is 0: KL(teacher ‖ student)" in str(found)
     assert found.problem("run.yaml", "t", 0.1) is not None
     assert PrecisionBias.of(whole, whole, whole).problem("run.yaml", "t", 0.1) is None
 
