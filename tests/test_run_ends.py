@@ -93,8 +93,9 @@ def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one
 
     monkeypatch.setattr(module, "run_to_end", killed)
     monkeypatch.setattr(runlog.RunLog, "finish", lambda log, status, error=None: status)
+    unlogged = config(run_dir=str(tmp_path), log={"wandb": "off"})  # nothing would finish the run
     with pytest.raises(KeyboardInterrupt):
-        run(ready(config(run_dir=str(tmp_path))), resume=True)
+        run(ready(unlogged), resume=True)
     assert not is_completed(tmp_path)
 
 
