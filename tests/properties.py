@@ -1,4 +1,8 @@
-"""How many examples a property test tries: all of them in ``make test``, some in ``make check``."""
+"""How many examples a property test tries: all of them in ``make test``, some in ``make check``.
+
+``.ci/run`` tries the same ones each time: another example may fail on a change that has not caused
+it. ``make test`` draws new ones.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ USUAL = 100
 """Hypothesis's own number of examples."""
 
 settings.register_profile("test", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.register_profile(CHECK, deadline=None, max_examples=USUAL // SHARE)
 settings.load_profile("test")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -29,13 +31,19 @@ SGLANG_ENV = {
 """SGLang takes no sequence of a model's full length without a longer context length."""
 
 
+def free_port() -> int:
+    """Of those that connections do not get: another process takes none before the server has it."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return int(free.getsockname()[1])
+
+
 class Server:
     """Serves a model on a separate port; ``start`` again after ``kill`` takes the same port."""
 
     def __init__(self, log: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = int(free.getsockname()[1])
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
         self._command = [*command, "--host", "127.0.0.1", "--port", str(self._port)]

@@ -596,7 +596,7 @@ async def test_a_checkpoint_that_hangs_when_the_run_goes_back_is_given_up(
         return await write(trainer, *args)
 
     monkeypatch.setattr(FakeTrainer, "checkpoint", hangs)
-    await train(tmp_path, [], LONG | {"life_s": 2})
+    await train(tmp_path, [], LONG | {"life_s": 5})
     assert Checkpoints(tmp_path / "checkpoints", 2).steps()[-1] == 12
 
 

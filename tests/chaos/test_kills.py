@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 STEPS, BATCH = 16, 64
 TEACHER = (
     "teachers={sees: {model: vision/models/teacher-vision, sources: [count, larger, digit, sort], "
-    "replicas: 2, health: {timeout_s: 5, probes: 1}}}"
+    "replicas: 2, health: {timeout_s: 15, probes: 1}}}"
 )
 CONFIG = (
     *(TEACHER, f"train.steps={STEPS}", f"train.batch_size={BATCH}", "train.ranks=2", "rollout.n=2"),

@@ -32,7 +32,7 @@ from tests.cluster.simulated import FACTORIES, config
 
 pytestmark = pytest.mark.engine
 
-STEPS, BATCH, KILLS = 80, 32, 3
+STEPS, BATCH, KILLS = 140, 32, 3
 SYNC_S = 0.3
 """Of each push; a step takes a tenth of it, so a push is nearly always under way."""
 

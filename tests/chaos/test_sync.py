@@ -31,7 +31,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "eval.every=0",
         "eval.teachers=false",
         "supervision.timeout_s=3600",  # no heartbeat ejects the stopped one
-        "sync.timeout_s=8",
+        "sync.timeout_s=20",
         "sync.verify_every=0",  # a replica may be stopped while it scores held rows, too
         "sync.chunk_mib=1",
         "log.wandb=off",
@@ -84,7 +84,7 @@ def test_who_was_not_killed_generates_on(survived: Run) -> None:
 def test_the_sync_names_who_did_not_answer(survived: Run) -> None:
     log = (survived.directory / "run.log").read_text()
     (line,) = (line for line in log.splitlines() if "student/1 is ejected" in line)
-    assert re.search(r"student/0…[12] took longer than 8(\.\d+)? s", line)  # 2: it is back
+    assert re.search(r"student/0…[12] took longer than 20(\.\d+)? s", line)  # 2: it is back
 
 
 def test_the_sync_is_made_again_and_the_run_completes(survived: Run) -> None:

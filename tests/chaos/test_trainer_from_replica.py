@@ -14,7 +14,7 @@ from tests.cluster.test_run import BOUND_S, ONE_TEACHER, Run, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-STEPS, BATCH, SYNC_STEPS = 18, 32, 6
+STEPS, BATCH, SYNC_STEPS = 27, 32, 9
 CONFIG = (
     *(ONE_TEACHER, f"train.steps={STEPS}", f"train.batch_size={BATCH}", "eval.every=0"),
     *("eval.before=false", "eval.teachers=false", "log.wandb=off", "checkpoint.every=0"),

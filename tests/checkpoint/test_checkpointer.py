@@ -19,6 +19,7 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, StageTimeout
 from async_opd.core.reports import Captured
 from tests.checkpoint.test_store import cut
+from tests.world.clock import settle
 from tests.world.config import run_config as config
 
 
@@ -122,26 +123,28 @@ async def test_a_write_that_is_abandoned_never_becomes_a_checkpoint(tmp_path: Pa
     assert checkpointer.store.steps() == [8]
 
 
-@pytest.mark.slow
-async def test_a_commit_after_its_timeout_is_reported_as_a_checkpoint(tmp_path: Path) -> None:
-    said: list[str] = []
+async def test_a_commit_after_its_timeout_is_reported_as_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, told = list[str](), list[tuple[int, Path]]()
     checkpointer, trainer = writing(tmp_path, said, 1)
-    loop, late, told = asyncio.get_running_loop(), threading.Event(), list[tuple[int, Path]]()
-    checkpointer.sync = lambda: assert_set(late)
+    bound = asyncio.timeout(None)
+    monkeypatch.setattr("async_opd.checkpoint.checkpointer.Bound", lambda _: bound)
+    committing, go_on = blocked_commit(checkpointer)
     checkpointer.written = lambda step, folder: told.append((step, folder))
-    loop.call_later(1.5, late.set)  # a slow machine writes within the first second
     trainer.written.set()
-    await take(checkpointer)
+    taking = asyncio.create_task(take(checkpointer))
+    assert await asyncio.to_thread(committing.wait, 20)
+    bound.reschedule(0)
+    await settle()
+    go_on.set()
+    await taking
     assert checkpointer.store.steps() == [4]
     assert said == ["checkpoint of step 4, though: it was late"]
     assert told == [(4, checkpointer.store.folder / "step_4")]
     assert checkpointer.metrics["checkpoint/step"] == 4
     assert checkpointer.metrics["checkpoint/write_s"] > 0
     assert checkpointer.metrics["checkpoint/failures"] == 0
-
-
-def assert_set(event: threading.Event) -> None:
-    assert event.wait(20)
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -42,7 +42,7 @@ from tests.world.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.engine
 
-BOUND_S = 60.0
+BOUND_S = 300.0
 
 
 class Engine:

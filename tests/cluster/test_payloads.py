@@ -23,7 +23,7 @@ from tests.world.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.engine
 
-BOUND_S = 60.0
+BOUND_S = 300.0
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 SIZE = 4 << 20
 

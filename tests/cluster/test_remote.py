@@ -57,6 +57,8 @@ class Victim:
 
 
 VICTIM = f"{__name__}:Victim"
+BOUND_S = 300.0
+"""Many times what a process takes to start beside others, or to import torch and transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +77,8 @@ def victim(cluster: None) -> Remote:
 
 
 async def built() -> Remote:
-    remote = Remote.create("victim", timeout_s=30)
-    await remote.build(VICTIM, (), 60)
+    remote = Remote.create("victim", timeout_s=BOUND_S)
+    await remote.build(VICTIM, (), BOUND_S)
     return remote
 
 
@@ -102,13 +104,13 @@ class TestRemote:
     async def test_a_process_reaches_another_one_before_and_after_its_restart(
         self, victim: Remote
     ) -> None:
-        other = Remote.create("other", timeout_s=30, restarts=True)
-        await victim.reach(other, 60)
+        other = Remote.create("other", timeout_s=BOUND_S, restarts=True)
+        await victim.reach(other, BOUND_S)
         other.restart()
-        await victim.reach(other, 60)
+        await victim.reach(other, BOUND_S)
         other.kill()
         with pytest.raises(StageError, match="other: its process died"):
-            await victim.reach(other, 60)
+            await victim.reach(other, BOUND_S)
 
     async def test_children_of_a_process_without_the_drivers_path_import_torchvision(
         self, victim: Remote
@@ -117,7 +119,7 @@ class TestRemote:
         assert await victim.call("exit_codes_of_children", imports) == [0, 0]
 
     async def test_an_object_that_cannot_be_built_is_an_error_with_words_of_its_log(self) -> None:
-        remote = Remote.create("victim", timeout_s=30)
+        remote = Remote.create("victim", timeout_s=BOUND_S)
         with pytest.raises(EngineStartError, match=r"(?s)no such model.*an error in its log"):
             await remote.build(VICTIM, (True,), 60)
 

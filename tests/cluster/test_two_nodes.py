@@ -40,7 +40,7 @@ from tests.world.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.engine
 
-BOUND_S = 60.0
+BOUND_S = 300.0
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "models" / "student"
 
 

@@ -37,7 +37,7 @@ from trainer.work_thread import WorkThread
 pytestmark = pytest.mark.slow  # imports vllm
 
 CHUNK = 64
-SOON = 1.0
+SOON = 2.0
 """Seconds after which a group breaks off: what stands still is fake, so nothing is waited for."""
 BOUND = 60.0
 

@@ -131,12 +131,12 @@ class TestAnEpisode:
 class TestAFault:
     @pytest.mark.parametrize(
         ("message", "found"),
-        [("hang", "step took longer than 2 s"), ("exit", "exit code 3"), ("die", "signal 11")],
+        [("hang", "step took longer than 4 s"), ("exit", "exit code 3"), ("die", "signal 11")],
     )
     async def test_is_of_the_episode_alone_and_its_neighbours_begin_again(
         self, pool: Pool, message: str, found: str
     ) -> None:
-        environments = pool(timeouts={"step_s": 2 if message == "hang" else 60})
+        environments = pool(timeouts={"step_s": 4 if message == "hang" else 60})
         bad, good, other = await opened(environments, 3)
         fault = await end_of(bad, call("do", what=message))
         assert isinstance(fault, RolloutFault)
@@ -170,10 +170,17 @@ class TestAFault:
         with pytest.raises(RolloutFault, match=r"reset took longer than 0\.5 s.*reset_s"):
             await opened(pool(timeouts={"reset_s": 0.5}), then="hang")
 
-    async def test_of_an_episode_whose_time_is_over_in_a_call(self, pool: Pool) -> None:
-        (episode,) = await opened(pool(timeouts={"episode_s": 1.0}))
-        with pytest.raises(RolloutFault, match=r"step took longer than 1 s.*episode_s"):
-            await episode.step(call("do", what="hang"))
+    async def test_of_an_episode_whose_time_is_over_in_a_call(self) -> None:
+        timer = ManualTimer()
+        spec = spec_of(processes=1, timeouts={"step_s": 3600})
+        environments = Environments(spec, print, timer, timer.clock)
+        (episode,) = await opened(environments)
+        waits = asyncio.create_task(episode.step(call("do", what="hang")))
+        await settle()
+        timer.advance(1800)
+        with pytest.raises(RolloutFault, match=r"step took longer than 1800 s.*episode_s"):
+            await waits
+        environments.close()
 
     async def test_of_an_episode_whose_time_is_over_between_calls_ends_no_process(self) -> None:
         timer = ManualTimer()

@@ -144,7 +144,7 @@ def test_a_run_whose_server_does_not_answer_completes_offline_and_its_summary_sa
     server: WandbServer, tmp_path: Path
 ) -> None:
     server.away = True
-    with part(server.url, tmp_path / "run", init_s=3) as one:
+    with part(server.url, tmp_path / "run", init_s=10) as one:
         one.log([1, 2, 3])
         assert one.end() == (0, "completed")
     found = summary(tmp_path / "run")

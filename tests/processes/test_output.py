@@ -131,6 +131,6 @@ def test_a_run_whose_output_nobody_reads_goes_on_and_ends(tmp_path: Path, consol
         os.close(ours)
         os.close(theirs)
     assert done.returncode == 0
-    assert json.loads((tmp_path / "lag.json").read_text()) < 1
+    assert json.loads((tmp_path / "lag.json").read_text()) < 10
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     assert ("the reader was behind" in (tmp_path / "run.log").read_text()) == (console == "plain")

@@ -96,9 +96,9 @@ def test_a_second_sigint_ends_it_at_once_with_its_children_and_its_exit_code() -
 
 
 def test_after_its_grace_it_is_ended_with_its_children() -> None:
-    program = Program("stubborn", 0.2)
+    program = Program("stubborn", 2)
     assert program.asked(signal.SIGTERM) == "cancelled"
-    assert program.line() == "the run did not end 0.2 s after a signal (shutdown.grace_s)"
+    assert program.line() == "the run did not end 2 s after a signal (shutdown.grace_s)"
     assert program.code() == 131
     assert all(map(is_gone, program.children))
 

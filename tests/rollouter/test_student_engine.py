@@ -321,7 +321,9 @@ async def scenario(path: Path) -> Seen:
             if mode != "recompute":
                 perturb(w.model.model.norm.weight)  # changes no KV cache: logits belong to it alone
             await w.push(mode)
-            rollouts = unpack(Rollout, (await w.queue.get("rollouts/sort", MANY, MANY)).batches)
+            lease = await w.queue.get("rollouts/sort", MANY, MANY)
+            await w.queue.ack("rollouts/sort", lease.id)
+            rollouts = unpack(Rollout, lease.batches)
             seen.spans[mode] = [rollout.version_spans for rollout in rollouts]
             newest = [r for r in rollouts if r.version_spans[-1].version == w.version]
             errors = [w.difference(r, start=r.version_spans[-1].start) for r in newest]

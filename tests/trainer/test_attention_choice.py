@@ -13,6 +13,7 @@ import torch
 from async_opd.core.errors import StageError
 from tests.trainer import families
 from tests.trainer.models import tiny_model
+from tests.trainer.test_attention import keep_limits
 from trainer.student.attention import SEQUENCES, VARLEN
 from trainer.student.attention_choice import (
     Attention,
@@ -191,7 +192,8 @@ def without_window(forward: Any, module: Any) -> Any:
     return call
 
 
-def test_the_model_gets_the_attention_that_was_chosen() -> None:
+def test_the_model_gets_the_attention_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_limits(monkeypatch)
     model = tiny_model()
     set_attention(model, "auto", GPU)
     assert model.config._attn_implementation == VARLEN

@@ -46,8 +46,9 @@ Seen = list[dict[str, torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def without_graphs() -> None:
-    """No graph of another test."""
+    """No graph of another test, and none of its notes."""
     torch.compiler.reset()
+    drain_notes()
 
 
 def rank_of(

@@ -147,7 +147,6 @@ async def test_a_call_that_is_cancelled_before_it_began_never_begins() -> None:
 
 
 async def test_the_thread_goes_on_after_an_error_and_ends_with_its_owner() -> None:
-    gc.freeze()  # the collection below is of this test's objects only
     thread = WorkThread("t")
     with pytest.raises(ZeroDivisionError):
         await thread.run(divmod, 1, 0)
