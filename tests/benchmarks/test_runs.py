@@ -24,13 +24,12 @@ ROOT = Path(__file__).parents[2]
 MAIN = 'if __name__ == "__main__":'
 BOUND_S = 900.0
 MARKS = {
-    "torch": (pytest.mark.slow,),
-    "ray": (pytest.mark.engine,),
-    "engines": (pytest.mark.engine, pytest.mark.long),
+    "little": (pytest.mark.slow,),
+    "torch": (pytest.mark.long,),
+    "ray": (pytest.mark.engine, pytest.mark.long),
     "runs": (pytest.mark.engine, pytest.mark.long, pytest.mark.whole),
 }
-"""By what a module starts. ``engines``: engines of vLLM or whole runs, which take a minute of two
-cores or more."""
+"""By what a module starts. ``little``: it ends within seconds. ``ray``: with or without engines."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,15 @@ CASES = {
     "balancer": Case("--repeats 1 --replicas 2 --requests 40 --decisions 10000", "ray"),
     "chaos": Case("--minutes 0.3 --every 10 --out {}", "runs"),
     "checkpoint": Case("--layers 1 --rounds 1"),
-    "episodes": Case("--episodes 64"),
+    "episodes": Case("--episodes 64", "little"),
     "expert_sync": Case("--layers 1 --experts 2 --repeats 1", "runs"),
     "freshness": Case(
-        "{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16 fp8_per_channel", "engines"
+        "{objectives}/forward_kl_topk --syncs 1 --dtypes bfloat16 fp8_per_channel", "ray"
     ),
     "half_version": Case(),
-    "hand_out": Case("--tokens 64 --batch 4 --steps 1 --ranks 2", "engines"),
-    "house": Case(),
-    "lives": Case("--minutes 0.02"),
+    "hand_out": Case("--tokens 64 --batch 4 --steps 1 --ranks 2", "ray"),
+    "house": Case(starts="little"),
+    "lives": Case("--minutes 0.02", "little"),
     "load_memory": Case("--layers 1 --ranks 1 2"),
     "losses": Case("--tokens 256 --vocabulary 16384 --hidden 32 --repeats 1"),
     "media": Case("--steps 2", "ray"),
@@ -69,19 +68,19 @@ CASES = {
         "--only '4B full, 8' 'Qwen3 full' --layers 4 --loaded-layers 1 --loading-ranks 1"
     ),
     "microscope": Case("--batch 4 --median 16 --blocks 1"),
-    "mutants": Case("--only accounting --share 0.1"),
+    "mutants": Case("--only accounting --share 0.1", "little"),
     "mismatch": Case("--steps 4 --only float32", "runs"),
     "objectives": Case(
-        f"{QUICK} {ONE_TEACHER} async.sync_steps=1 --out {{}} --only forward_kl_topk", "engines"
+        f"{QUICK} {ONE_TEACHER} async.sync_steps=1 --out {{}} --only forward_kl_topk", "ray"
     ),
     "observability": Case("--blocks 1 --students 1 --batch 64", "ray"),
-    "pipeline": Case("--only s1_4 --samples 1536", "engines"),
-    "plan": Case("--measured {pipeline}/printed", "engines"),
+    "pipeline": Case("--only s1_4 --samples 1536", "ray"),
+    "plan": Case("--measured {pipeline}/printed", "ray"),
     "probe": Case("--pairs 5 8 10 --steps 12 --cache {}"),
     "payloads": Case("--mib 0.25 --samples 64", "ray"),
     "queue": Case("--repeats 1 --only topk_2048 --batches 4", "ray"),
     "ranks": Case("--layers 1 --batch 2 --tokens 8 --steps 2 --repeats 1"),
-    "scale": Case("--replicas 4 8 --requests 64 --rate 64 --samples 768", "engines"),
+    "scale": Case("--replicas 4 8 --requests 64 --rate 64 --samples 768", "ray"),
     "scoring": Case("--repeats 1 --rollouts 2 --long-rollouts 4", "runs"),
     "soak": Case("--rollouts 2494 --long 6", "ray"),
     "staleness": Case(
@@ -187,14 +186,14 @@ def test_nothing_is_wrong_with_random_lives(runs: Runs) -> None:
     assert found["violations"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_takes_one_copy_of_its_share_in_each_rank(runs: Runs) -> None:
     found = runs.figures("checkpoint")
     assert 0.9 < found["peak_ratio"] < 1.3
     assert found["share_mb"] > 100
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_term_of_a_steps_memory_is_within_a_tenth(runs: Runs) -> None:
     found = runs.figures("memory")
     assert found["cases"] == 2
@@ -209,12 +208,14 @@ def test_two_ways_to_compute_the_same_agree(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_killed_replica_loses_no_request(runs: Runs) -> None:
     found = runs.figures("balancer")
     assert found["killed_ok"] == found["killed_total"] == 40
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_an_image_crosses_process_borders_at_most_1_2_times_for_a_sample(runs: Runs) -> None:
     found = runs.figures("media")
     assert (found["samples"], found["n"], found["ranks"]) == (128, 8, 2)
@@ -231,6 +232,7 @@ def test_every_fault_of_a_sync_is_found_and_nothing_else(runs: Runs) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_every_rollout_of_a_soak_is_trained_once(runs: Runs) -> None:
     found = runs.figures("soak")
     assert (found["lost"], found["duplicated"], found["rollouts"]) == (0, 0, 2500)

@@ -13,7 +13,7 @@ from tests.tools.plan.settings import setting, teacher
 from tests.tools.plan.virtual import Seen, run_pipeline
 from tests.world.clock import run_virtually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 BALANCED = setting(
     replicas=4,

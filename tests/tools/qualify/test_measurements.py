@@ -13,7 +13,7 @@ import pytest
 
 from async_opd.tools.qualify.rows import ROWS, reason
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 NAMES = [name for name, row in ROWS.items() if row.cpu and not row.packages]
 NEEDS_GPU = {
     "losses": {"recompiles"},
