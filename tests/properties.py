@@ -6,7 +6,7 @@ it. ``make test`` draws new ones.
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 CHECK = "check"
 """The profile of ``make check``: ``pytest --hypothesis-profile=check``."""
@@ -16,7 +16,13 @@ USUAL = 100
 """Hypothesis's own number of examples."""
 
 settings.register_profile("test", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile(CHECK, deadline=None, max_examples=USUAL // SHARE)
 settings.load_profile("test")
 

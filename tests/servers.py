@@ -32,7 +32,7 @@ SGLANG_ENV = {
 
 
 def free_port() -> int:
-    """Of those that connections do not get: another process takes none before the server has it."""
+    """A port below those of outgoing connections: the server finds it free when it starts."""
     while True:
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))

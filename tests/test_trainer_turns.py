@@ -237,7 +237,7 @@ async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers
     assert made.sharing.lock.locked()
     assert all(host.gate.closed for host in made.hosts)
     made.trainer.gpu.awake.clear()  # the memory of a process that died
-    next_trainer = Trainer(made.trainer.gpu, made.hosts, 0.0)
+    next_trainer = Trainer(made.trainer.gpu, made.hosts, linger=False)
     sharing = GpuTimeSharing(
         "rollout",
         partial(alive, "rollout", made.hosts),

@@ -2,8 +2,7 @@
 
 First the scoring stage and both replicas of the only teacher fail, then the one student replica,
 and the queue, which holds the images. Without them nothing can be trained: the run waits for each
-repair, and the next blow comes after it. (A stopped engine of a teacher is found out in less time
-than another one takes to start.) At last the driver is killed, and the run is resumed.
+repair, and the next blow comes after it. At last the driver is killed, and the run is resumed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 STEPS, BATCH = 16, 64
 TEACHER = (
     "teachers={sees: {model: vision/models/teacher-vision, sources: [count, larger, digit, sort], "
-    "replicas: 2, health: {timeout_s: 15, probes: 1}}}"
+    "replicas: 2, health: {timeout_s: 10, probes: 1}}}"
 )
 CONFIG = (
     *(TEACHER, f"train.steps={STEPS}", f"train.batch_size={BATCH}", "train.ranks=2", "rollout.n=2"),

@@ -121,7 +121,7 @@ class TestRemote:
     async def test_an_object_that_cannot_be_built_is_an_error_with_words_of_its_log(self) -> None:
         remote = Remote.create("victim", timeout_s=BOUND_S)
         with pytest.raises(EngineStartError, match=r"(?s)no such model.*an error in its log"):
-            await remote.build(VICTIM, (True,), 60)
+            await remote.build(VICTIM, (True,), BOUND_S)
 
 
 def test_rays_token_authentication_is_on(cluster: None) -> None:

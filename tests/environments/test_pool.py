@@ -174,13 +174,15 @@ class TestAFault:
         timer = ManualTimer()
         spec = spec_of(processes=1, timeouts={"step_s": 3600})
         environments = Environments(spec, print, timer, timer.clock)
-        (episode,) = await opened(environments)
-        waits = asyncio.create_task(episode.step(call("do", what="hang")))
-        await settle()
-        timer.advance(1800)
-        with pytest.raises(RolloutFault, match=r"step took longer than 1800 s.*episode_s"):
-            await waits
-        environments.close()
+        try:
+            (episode,) = await opened(environments)
+            waits = asyncio.create_task(episode.step(call("do", what="hang")))
+            await settle()
+            timer.advance(1800)
+            with pytest.raises(RolloutFault, match=r"step took longer than 1800 s.*episode_s"):
+                await asyncio.wait_for(waits, 60)
+        finally:
+            environments.close()
 
     async def test_of_an_episode_whose_time_is_over_between_calls_ends_no_process(self) -> None:
         timer = ManualTimer()
