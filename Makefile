@@ -1,5 +1,5 @@
 # make quickstart     installs what a run needs and distils two teachers into one student (CPU, ~6 minutes)
-# make test           installs everything and runs all tests but the long ones (15 minutes on 2 cores)
+# make test           installs everything and runs all tests but the long ones (12 minutes on 2 cores)
 # make test-long      runs the long tests: first runs whose heartbeats or syncs are bounded by seconds, one after the other;
 #                     then all others, two at a time (29 to 37 minutes on 2 cores)
 # make test-whole     runs the tests that train for minutes, one after the other: the examples' whole runs, the recovery of a
@@ -19,7 +19,8 @@ LOCK ?= prefer
 # Where it is set, each of the hundred processes that tests start compiles all of its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 TWO := -n 2 --no-loadscope-reorder --dist
-# Two at a time leave a fifth of two cores idle where engines or Ray start (680 CPU seconds in 428 s), and an eighth in make check.
+# Two at a time leave a fifth of two cores idle where engines or Ray start (680 CPU seconds in 428 s), and where tests wait
+# for processes or clocks (those of make test without engines take 521 s, three at a time 427 s).
 THREE := -n 3 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 BOUNDED := tests/chaos/test_kills.py tests/chaos/test_sync.py
@@ -37,7 +38,7 @@ quickstart: .venv/run models
 	$(BIN)/async_opd run examples/quickstart.yaml
 
 test: .venv/installed models
-	$(BIN)/pytest $(TWO) loadscope $(SLOWEST) -m "not engine and not long"
+	$(BIN)/pytest $(THREE) loadscope $(SLOWEST) -m "not engine and not long"
 	$(BIN)/pytest $(THREE) loadfile $(SLOWEST) -m "engine and not long"
 
 test-long: .venv/installed models

@@ -30,7 +30,7 @@ from async_opd.tools.plan.setting import Lengths
 from benchmarks.pipeline import Prompts
 from tests.cluster.simulated import FACTORIES, config
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS, BATCH, KILLS = 140, 32, 3
 SYNC_S = 0.3

@@ -69,7 +69,6 @@ def test_a_game_is_won_with_the_number_and_lost_after_the_last_guess(
 
 @pytest.mark.engine
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("name", NAMES)
 def test_the_student_learns_to_succeed_as_its_teacher_does(name: str, tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def few_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_trains_episodes_of_real_engines(few_steps: Run) -> None:
     assert few_steps.code == 0, few_steps.output
     turns = few_steps.values("episode/turns")
@@ -115,13 +114,13 @@ def test_a_run_trains_episodes_of_real_engines(few_steps: Run) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_begins_with_episodes_of_its_teacher(few_steps: Run) -> None:
     assert len(few_steps.values("cold_start/loss")) == 2
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 def test_its_teacher_succeeds_by_its_tool(few_steps: Run) -> None:
     assert few_steps.summary["eval_teacher/calculator/success"] >= 0.9
     assert few_steps.summary["eval_teacher/calculator/tool_calls"] >= 0.9

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.test_run import Run, Running
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE, MAKE = EXAMPLES / "vision.yaml", EXAMPLES / "vision" / "make.py"
@@ -63,7 +63,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Running(folder / "run", *WHOLE, *data, "log.wandb=off", example=EXAMPLE).end(BOUND_S)
 
 
-@pytest.mark.long
 @pytest.mark.whole
 def test_the_student_learns_from_both_teachers(whole: Run) -> None:
     assert whole.code == 0, whole.output
