@@ -95,6 +95,7 @@ def test_a_second_sigint_ends_it_at_once_with_its_children_and_its_exit_code() -
     assert all(map(is_gone, program.children))
 
 
+@pytest.mark.slow
 def test_after_its_grace_it_is_ended_with_its_children() -> None:
     program = Program("stubborn", 2)
     assert program.asked(signal.SIGTERM) == "cancelled"
