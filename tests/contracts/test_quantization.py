@@ -37,6 +37,7 @@ def test_the_type_of_a_transform_is_not_imported(monkeypatch: pytest.MonkeyPatch
     assert inputs[0].scheme.type == "/x.py:T"
 
 
+@pytest.mark.slow
 def test_the_schemes_are_those_that_vllm_has_short_names_for() -> None:
     from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 
@@ -50,6 +51,7 @@ def test_schemes_of_experts_quantize_no_other_layer() -> None:
     assert found == {name for name, scheme in SCHEMES.items() if scheme.experts}
 
 
+@pytest.mark.slow
 def test_no_scheme_has_a_kernel_below_vllms_lowest_capability() -> None:
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 

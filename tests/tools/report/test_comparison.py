@@ -81,6 +81,7 @@ def test_the_figures_have_the_time_to_the_goal_and_the_tokens_thrown_away(tmp_pa
     assert ("tokens thrown away", "25.0%", "25.0%") in rows
 
 
+@pytest.mark.slow
 def test_one_run_has_no_keys_that_differ_and_its_verdict_below_the_table(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,7 @@ def test_replicas_of_starved_pools_move_to_the_one_that_limits(
     assert [(words, split(one)) for words, one in changes(setting, verdict)] == found
 
 
+@pytest.mark.slow
 def test_without_speeds_or_a_gain_to_show_there_is_no_forecast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
