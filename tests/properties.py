@@ -1,7 +1,7 @@
 """How many examples a property test tries: all of them in ``make test``, some in ``make check``.
 
-``.ci/run`` tries the same ones each time: another example may fail on a change that has not caused
-it. ``make test`` draws new ones.
+``.ci/run`` tries the same ones each time, so that no new example fails for a change that has
+nothing to do with it. ``make test`` draws new ones.
 """
 
 from __future__ import annotations

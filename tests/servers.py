@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from async_opd.models.engine_args import engine_env
+from async_opd.processes.listening import listening_socket
 
 UP_S = 240
 ENV = {**os.environ, **engine_env("cpu"), "TORCHDYNAMO_DISABLE": "1"}
@@ -33,10 +32,9 @@ SGLANG_ENV = {
 
 def free_port() -> int:
     """A port below those of outgoing connections: the server finds it free when it starts."""
-    while True:
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
-            return int(free.getsockname()[1])
+    first = random.SystemRandom().randrange(20_000, 32_000)  # not that of a server beside it
+    with listening_socket("127.0.0.1", range(first, 32_768)) as free:
+        return int(free.getsockname()[1])
 
 
 class Server:

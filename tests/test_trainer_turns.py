@@ -26,7 +26,7 @@ from async_opd.sharing.time_sharing import (
 from async_opd.waiting.deadline import gather_or_cancel
 from teachers.stage import ScorerStage
 from tests.properties import examples
-from tests.world.clock import settle
+from tests.world.clock import run_virtually, settle
 from tests.world.config import changed
 from tests.world.gpus import Gpu, GuestTeacher, Host, alive, gate_student, gate_sync, uids_of
 from tests.world.prompts import TEACHERS
@@ -35,22 +35,12 @@ from tests.world.sync import LockedSync
 from tests.world.trainer import Disk
 
 
-def after_turns_of_the_loop(_: float, call: Callable[[], None]) -> asyncio.Task[None]:
-    """A timer that rings when all other tasks have gone on for long."""
-
-    async def ring() -> None:
-        await settle(500)
-        call()
-
-    return asyncio.create_task(ring())
-
-
 class Trainer:
     """The trainer as a guest: nothing but the moves of its turns, and what happens at each."""
 
-    def __init__(self, gpu: Gpu, hosts: Sequence[Host], linger: bool) -> None:
+    def __init__(self, gpu: Gpu, hosts: Sequence[Host], linger_s: float) -> None:
         self.gpu, self.hosts = gpu, hosts
-        self.turns = GpuTurns(1.0 if linger else 0.0, after_turns_of_the_loop if linger else None)
+        self.turns = GpuTurns(linger_s)
         self.number = 0
         self.dies_at = ""
 
@@ -103,7 +93,7 @@ class Colocated:
 
 def colocated(
     *,
-    linger: bool = False,
+    linger_s: float = 0.0,
     deaths: Sequence[int] = (),
     teachers: Collection[str] = (),
     **sizes: Any,
@@ -117,7 +107,7 @@ def colocated(
     hosts = [Host(gpu) for _ in run.students]
     for student, host in zip(run.students, hosts, strict=True):
         gate_student(student, host)
-    trainer = Trainer(gpu, hosts, linger)
+    trainer = Trainer(gpu, hosts, linger_s)
     guard_trainer(run, trainer)
     parts: Any = run.pipeline.stages
     guests: GpuGuests = trainer
@@ -203,17 +193,17 @@ async def test_it_trains_every_admitted_sample(teachers: tuple[str, ...]) -> Non
     assert [student.version for student in run.students] == [3, 3]
 
 
-async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version() -> None:
-    made = colocated(s=0.0, k=1, linger=True)
-    run = await made.run.run()
+def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version() -> None:
+    made = colocated(s=0.0, k=1, linger_s=0.05)
+    run = run_virtually(made.run.run())
     assert set(run.trainer.staleness) == {0}
     assert made.trainer.number == 6
 
 
-async def test_a_version_of_several_steps_is_one_turn_where_its_batches_are_complete() -> None:
+def test_a_version_of_several_steps_is_one_turn_where_its_batches_are_complete() -> None:
     """s = 0: the engines finish all K batches before the trainer has the first one's turn."""
-    made = colocated(s=0.0, k=3, linger=True)
-    await made.run.run()
+    made = colocated(s=0.0, k=3, linger_s=0.05)
+    run_virtually(made.run.run())
     assert made.trainer.number < 6
 
 
@@ -237,7 +227,7 @@ async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers
     assert made.sharing.lock.locked()
     assert all(host.gate.closed for host in made.hosts)
     made.trainer.gpu.awake.clear()  # the memory of a process that died
-    next_trainer = Trainer(made.trainer.gpu, made.hosts, linger=False)
+    next_trainer = Trainer(made.trainer.gpu, made.hosts, 0.0)
     sharing = GpuTimeSharing(
         "rollout",
         partial(alive, "rollout", made.hosts),
@@ -261,7 +251,7 @@ async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers
     groups=st.integers(1, 4),
     replicas=st.integers(1, 3),
     steps=st.integers(1, 7),
-    linger=st.booleans(),
+    linger_s=st.sampled_from([0.0, 0.001]),
     deaths=st.lists(st.integers(0, 300), max_size=4),
     dead=st.booleans(),
     teachers=st.sets(st.sampled_from(TEACHERS)),

@@ -126,12 +126,12 @@ async def test_a_write_that_is_abandoned_never_becomes_a_checkpoint(tmp_path: Pa
 async def test_a_commit_after_its_timeout_is_reported_as_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, told = list[str](), list[tuple[int, Path]]()
+    said, written = list[str](), list[tuple[int, Path]]()
     checkpointer, trainer = writing(tmp_path, said, 1)
     bound = asyncio.timeout(None)
     monkeypatch.setattr("async_opd.checkpoint.checkpointer.Bound", lambda _: bound)
     committing, go_on = blocked_commit(checkpointer)
-    checkpointer.written = lambda step, folder: told.append((step, folder))
+    checkpointer.written = lambda step, folder: written.append((step, folder))
     trainer.written.set()
     taking = asyncio.create_task(take(checkpointer))
     assert await asyncio.to_thread(committing.wait, 20)
@@ -141,7 +141,7 @@ async def test_a_commit_after_its_timeout_is_reported_as_a_checkpoint(
     await taking
     assert checkpointer.store.steps() == [4]
     assert said == ["checkpoint of step 4, though: it was late"]
-    assert told == [(4, checkpointer.store.folder / "step_4")]
+    assert written == [(4, checkpointer.store.folder / "step_4")]
     assert checkpointer.metrics["checkpoint/step"] == 4
     assert checkpointer.metrics["checkpoint/write_s"] > 0
     assert checkpointer.metrics["checkpoint/failures"] == 0

@@ -110,8 +110,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     for name in ("pydantic", "numpy", "aiohttp", "psutil", "async_opd"):
         (folder / f"{name}.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
 
+    notes = list[str]()
+
     async def told() -> Seen:
-        async with ray_session(config, [].append):
+        async with ray_session(config, notes.append):
             remote = Remote.create("process", timeout_s=300)
             await remote.build(f"{__name__}:Process", (), 300)
             found: tuple[list[str], str, dict[str, str]] = await remote.call("tell")
@@ -131,6 +133,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         said = tmp_path_factory.mktemp("terminal") / "said"
         with terminal(said):
             found = asyncio.run(told())
+        assert [note for note in notes if "Ray is started again" not in note] == []
         return replace(found, said=said.read_text())
 
 

@@ -106,14 +106,14 @@ from tests.observability.test_run_log import config
 async def lags(run_dir):
     chosen = config(console=sys.argv[2])
     with RunLog(chosen, run_dir, viewers=[open_console(chosen)]) as log:
-        worst = 0.0
+        late = []
         for step in range(1, 201):
             log.log(step, {"loss/total": 1.0})
             log.message("x" * 20_000)
             due = time.monotonic() + 0.001
             await asyncio.sleep(0.001)
-            worst = max(worst, time.monotonic() - due)
-        (run_dir / "lag.json").write_text(json.dumps(worst))
+            late.append(time.monotonic() - due)
+        (run_dir / "late.json").write_text(json.dumps(sorted(late)))
         log.finish("completed")
 
 uvloop.run(lags(Path(sys.argv[1])))
@@ -131,6 +131,8 @@ def test_a_run_whose_output_nobody_reads_goes_on_and_ends(tmp_path: Path, consol
         os.close(ours)
         os.close(theirs)
     assert done.returncode == 0
-    assert json.loads((tmp_path / "lag.json").read_text()) < 10
+    late = json.loads((tmp_path / "late.json").read_text())
+    assert late[-1] < 10
+    assert late[-5] < 1, "a machine stands still once or twice, a write that waits each time"
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     assert ("the reader was behind" in (tmp_path / "run.log").read_text()) == (console == "plain")

@@ -23,7 +23,6 @@ import os, sys
 from pathlib import Path
 from async_opd.observability import wandb_sink
 from tests.observability.test_wandb_sink import config
-wandb_sink.INIT_TIMEOUT_S = 30.0
 wanted = config()
 log = wanted.log.model_copy(update={"wandb": sys.argv[1]})
 sink = wandb_sink.WandbSink(wanted.model_copy(update={"log": log}), Path(sys.argv[2]))

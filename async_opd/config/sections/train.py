@@ -123,7 +123,7 @@ class TrainConfig(Section):
     """Precision of the model that the run writes (``model/``, ``best/``, copies for a teacher that
     is the student itself). ``auto``: ``bfloat16`` if the student's own config.json names a 16-bit
     type, else ``float32``. Checkpoints always have the float32 masters. Engines in float32, as on a
-    CPU, evaluate weights that are not rounded: 2 of 100 greedy answers of the quickstart differ."""
+    CPU, evaluate weights that are not rounded: a few of their answers differ from this model's."""
     attention: Literal["auto", "varlen", "flash", "flex", "sdpa"] = "auto"
     """The attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
     torch's ``flex``; or ``sdpa`` with a mask of each whole packed row, which takes memory quadratic
